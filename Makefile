@@ -45,7 +45,7 @@ results: $(DEV)
 
 # Killed runs of every method, in one and in two processes, each compared bit by bit: half an hour.
 soak: $(DEV)
-	LABO_SOAK=5 $(BIN)/python -m pytest tests/lab/run/test_resume.py
+	LABO_SOAK=5 $(BIN)/python -m pytest -k killed tests/lab/test_methods.py
 	LABO_SOAK=1 $(BIN)/python -m pytest -k two_processes tests/lab/run/test_distributed.py tests/lab/translation tests/lab/language_modeling
 
 # Damaged files for every reader and command, and the C kernel under sanitizers: half an hour.

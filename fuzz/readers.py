@@ -44,7 +44,6 @@ from labo.lab.run import files as atomic
 from labo.lab.run.directory import RunDirectory, write_model
 from labo.lab.run.distributed import make_accelerator
 from labo.lab.run.lock import held
-from labo.lab.run.state import RunState
 from labo.lab.text.sentencepiece import make_piece_tokenizer, read_sentencepiece
 from labo.lab.text.subwords import Merges, encode, make_tokenizer, read_codes
 from labo.lab.translation.options import choose
@@ -327,7 +326,7 @@ def _run(folder: Path) -> list[Path]:
         run.log({"step": step, "loss": 0.5})
     module = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(module.parameters())
-    state = RunState(module, optimizer, module, module, make_accelerator("no"))
+    state = checkpoint.RunState(module, optimizer, module, module, make_accelerator("no"))
     state.counters.step = 2
     checkpoints = checkpoint.Checkpoints(run.checkpoints, "digest")
     checkpoints.save(state)

@@ -16,7 +16,7 @@ from labo.lab import train
 from labo.lab.average import average_models
 from labo.lab.errors import RequestError
 from labo.lab.recipes import load_recipe
-from labo.lab.run.state import KeptModel
+from labo.lab.run.checkpoint import KeptModel
 from labo.lab.selection import ranked
 
 SETTINGS = ["train.epochs=5", "train.batch_size=300", "train.select=accuracy", "optim.lr=1e-2"]

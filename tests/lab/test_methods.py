@@ -1,16 +1,29 @@
-"""Every method trains, and goes on giving the losses it gave."""
+"""Every method trains, goes on giving the losses it gave, and survives SIGKILL at any moment."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
+import signal
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from lab_runs import IMAGE_METHODS, log_of, losses, settings_of, train
+from lab_runs import (
+    IMAGE_METHODS,
+    SOAK,
+    Kill,
+    log_of,
+    losses,
+    outcome,
+    settings_of,
+    train,
+    trained_methods,
+)
 from labo import LOSSES
 from labo.lab.config import RecipeError
 from labo.lab.methods import METHODS, resolve
@@ -22,20 +35,36 @@ WRITE = "LABO_WRITE_GOLDEN" in os.environ  # after a change that is meant to cha
 
 # Two epochs and a bit, so that tables, past predictions and warm-up all come into play.
 RUN = ["train.epochs=null", "train.max_steps=14", "train.batch_size=256", "train.log_every=1"]
+# What a killed run must restore besides: saves inside an epoch, three evaluations.
+RUN += ["train.save_every=4", "train.average_last=2", "train.keep_best=1", "train.keep_last=1"]
+# Without a golden curve also accumulation, and losses that are not logged at every step.
+RUN_OF_TWO = ["train.accumulate=3", "train.log_every=3", "optim.warmup_steps=5"]
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory):
-    out = tmp_path_factory.mktemp("teacher") / "run"
-    assert train(out, ["method=base", "train.epochs=2"]) == {0}
-    return out
+def settings(base_run):
+    def of(method: str, world: int) -> list[str]:
+        return [*RUN, *(RUN_OF_TWO if world == 2 else []), *settings_of(method, base_run)]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def whole(settings, tmp_path_factory):
+    """The undisturbed run of a method, trained when it is first asked for."""
+
+    @cache
+    def trained(method: str, world: int = 1) -> Path:
+        out = tmp_path_factory.mktemp(method) / "run"
+        assert train(out, settings(method, world), world) == {0}, log_of(out).read_text()
+        return out
+
+    return trained
 
 
 @pytest.mark.parametrize("method", IMAGE_METHODS)
-def test_losses_are_those_of_the_golden_run(method, teacher, tmp_path):
-    out = tmp_path / "run"
-    assert train(out, [*RUN, *settings_of(method, teacher)]) == {0}, log_of(out).read_text()
-    found, file = losses(out), GOLDEN / f"{method}.json"
+def test_losses_are_those_of_the_golden_run(method, whole):
+    found, file = losses(whole(method)), GOLDEN / f"{method}.json"
     if WRITE:
         file.write_text(json.dumps([float(f"{loss:.8g}") for loss in found]) + "\n")
     golden = json.loads(file.read_text())
@@ -43,6 +72,44 @@ def test_losses_are_those_of_the_golden_run(method, teacher, tmp_path):
     # a max-pool takes: with AVX2 the losses of dkd differ by 1.3e-4 from those with AVX-512.
     torch.testing.assert_close(found[:2], golden[:2], rtol=5e-6, atol=0)
     torch.testing.assert_close(found, golden, rtol=5e-4, atol=0)
+
+
+def random_kill(chance: random.Random, *, sure: bool) -> Kill:
+    """A moment to die at; a sure one comes before the run ends, on however fast a machine."""
+    most = {"step": 12, "flush": 60, "rename": 40, "remove": 6} | ({} if sure else {"time": 500})
+    moment = chance.choice(list(most))
+    return moment, chance.randint(1, most[moment])
+
+
+def train_and_kill(out: Path, settings: list[str], world: int, chance: random.Random) -> int:
+    """Start the run again and again, with a death at random each time; how often it died.
+
+    Outside the soak test it is left alone after two deaths.
+    """
+    for deaths in range(100):
+        kill = random_kill(chance, sure=deaths == 0) if SOAK or deaths < 2 else None
+        codes = train(out, settings, world, kill)
+        if codes == {0}:
+            return deaths
+        assert -signal.SIGKILL in codes, log_of(out).read_text()
+    raise AssertionError("the run never ended")
+
+
+ONE = trained_methods("image_classification")
+TWO = ONE if SOAK else ["ols", "ps-kd"]
+
+
+@pytest.mark.parametrize(("method", "world"), [*((m, 1) for m in ONE), *((m, 2) for m in TWO)])
+def test_a_killed_run_ends_as_if_nothing_had_happened(method, world, whole, settings, tmp_path):
+    """Bit for bit, after the same command."""
+    expected = outcome(whole(method, world))
+    chance = random.Random(f"{method} {world}")
+    deaths = 0
+    for number in range(max(SOAK, 1)):
+        out = tmp_path / f"killed{number}"
+        deaths += train_and_kill(out, settings(method, world), world, chance)
+        assert outcome(out) == expected
+    assert deaths > 0
 
 
 def test_every_loss_is_a_method_of_the_same_name():

@@ -27,9 +27,9 @@ from labo.lab.images.sources import ImageDataset, ImageSplit
 from labo.lab.optim import learning_rate
 from labo.lab.recipes import load_recipe
 from labo.lab.run import progress
+from labo.lab.run.checkpoint import Counters, KeptModel
 from labo.lab.run.directory import RunDirectory
 from labo.lab.run.progress import Display, track
-from labo.lab.run.state import Counters, KeptModel
 from labo.lab.schedule import Schedule
 from labo.lab.selection import Selection
 from labo.lab.train import Trainer

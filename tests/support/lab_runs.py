@@ -30,6 +30,7 @@ from torch import nn
 from labo.lab.methods import methods_for
 
 Kill = tuple[str, int]
+BASE = ["method=base", "train.epochs=2"]  # the settings of the run that many tests share
 TEACHERLESS = {"kd", "dkd", "tf-kd-self"}  # methods that want another run as their teacher
 IMAGE_METHODS = methods_for("image_classification")
 TEXT_METHODS = methods_for("translation")

@@ -24,7 +24,7 @@ teachers            where a second distribution comes from
 methods             ``METHODS``: a loss, perhaps a teacher, for every method
 recipes             a recipe file with overrides -> a checked recipe
 schedule            the steps of a run, their batches, what is due after each
-selection, repair   which models are selected and kept; the selected one again, from a checkpoint
+selection           which models are selected and kept; the selected one again, from a checkpoint
 optim, train        the optimizer, the learning rate, the one training loop
 average             the mean of models that a run kept -> a model folder
 calibrate           a temperature for the selected model of a run

@@ -15,6 +15,7 @@ from torch import Tensor
 from .errors import RequestError
 from .recipes import recipe_of
 from .run import checksums
+from .run.checkpoint import KeptModel
 from .run.directory import KEPT, RunDirectory, kept_name, write_model
 from .run.distributed import make_accelerator, owned
 from .run.files import (
@@ -27,7 +28,6 @@ from .run.files import (
     write_json,
 )
 from .run.progress import ProgressBars
-from .run.state import KeptModel
 from .selection import ranked
 from .tasks import find_task
 

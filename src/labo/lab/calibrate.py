@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from ..calibration import TemperatureError, TemperatureFit, fit_temperature
 from .errors import RequestError
 from .recipes import recipe_of
-from .repair import load_repaired
 from .run import files as atomic
 from .run.calibration import FILE, Calibration, read_calibration
 from .run.directory import MODEL, RunDirectory, made_with, write_model
 from .run.distributed import make_accelerator, owned
+from .selection import load_repaired
 from .tasks import Task, find_task
 
 _SPLIT = "valid"
@@ -46,7 +46,7 @@ def calibrate_run(path: str | Path, *, fold: bool = False) -> Calibration:
     task = find_task(recipe.task)(recipe)
     run.check_data(task.fingerprint)
     with owned(run):
-        model = load_repaired(run, recipe, task, accelerator)
+        model = load_repaired(run, task, accelerator)
         return _calibrate(run, task, model, accelerator, fold)
 
 

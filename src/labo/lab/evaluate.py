@@ -9,11 +9,11 @@ from typing import Any
 
 from .calibrate import stored_or_fitted
 from .recipes import recipe_of
-from .repair import load_repaired
 from .run.calibration import read_calibration
 from .run.directory import RunDirectory
 from .run.distributed import make_accelerator, owned
 from .run.progress import ProgressBars
+from .selection import load_repaired
 from .tasks import find_task
 
 
@@ -57,7 +57,7 @@ def evaluate_run(
     with owned(run), ProgressBars(silent=not accelerator.is_main_process):
         if accelerator.is_main_process and accept_data:
             run.accept_data(task.fingerprint)
-        model = load_repaired(run, recipe, task, accelerator)
+        model = load_repaired(run, task, accelerator)
         given = dict(options or {})
         if (temperature := stored_or_fitted(run, task, model, accelerator)) is not None:
             given["temperature"] = temperature

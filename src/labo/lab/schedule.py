@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from .config import Train
-from .run.state import Counters
+from .run.checkpoint import Counters
 from .tasks import Batch, Task
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@ batch -> teacher -> loss -> backward -> check -> optimizer step -> evaluate -> s
 No random state is kept between steps: the order of the samples, their augmentation, dropout and the
 learning rate are functions of the seed, the epoch, the sample and the step. A checkpoint, written
 between two optimizer steps, is therefore enough to continue a killed run bit for bit. What it holds
-is the state of one object, :class:`labo.lab.run.state.RunState`. A method that makes several
+is the state of one object, :class:`labo.lab.run.checkpoint.RunState`. A method that makes several
 updates in a row on each batch is saved between two batches.
 
 With several processes each takes its share of the same global batch, and the loss is divided by
@@ -42,8 +42,7 @@ from .config import Recipe
 from .errors import LabError, RequestError
 from .methods import METHODS, updates_per_batch
 from .optim import build_optimizer, learning_rate
-from .repair import repair_best
-from .run.checkpoint import Checkpoints
+from .run.checkpoint import Checkpoints, KeptModel, RunState
 from .run.directory import TEACHER, RunDirectory
 from .run.distributed import (
     device_name,
@@ -62,10 +61,9 @@ from .run.interrupt import Interruptions
 from .run.progress import Display
 from .run.seeds import mix
 from .run.sharding import spread
-from .run.state import KeptModel, RunState
 from .run.trackers import installed_trackers, missing_tensorboard, start_trackers
 from .schedule import Schedule, ahead
-from .selection import Selection, evaluated_weights, follow
+from .selection import Selection, evaluated_weights, follow, repair_best
 from .tasks import Batch, find_task, load_model
 
 _NAMED_SAMPLES = 16  # how many samples a message lists
@@ -425,7 +423,7 @@ class Trainer:
                 say(f"note: it was begun with {changed}; the bits may differ")
             selected = self.state.counters.best_step and not self.recipe.train.average_last
             if selected and self.accelerator.is_main_process:
-                repair_best(run, self.recipe, self.task, lambda: self.state.model, say)
+                repair_best(run, self.task, lambda: self.state.model, say)
         counters = self.state.counters
         if (device := device_name(self.accelerator.device)) not in counters.devices:
             counters.devices.append(device)

@@ -12,29 +12,20 @@ import stat
 import pytest
 import torch
 
-from lab_runs import log_of, metrics, outcome, run, train
+from lab_runs import BASE, log_of, metrics, outcome, run, train
 from labo.lab.errors import RequestError
 from labo.lab.run import checksums
 from labo.lab.run.directory import RunDirectory, write_model
 
-RUN = ["train.epochs=2", "train.batch_size=160"]
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    out = tmp_path_factory.mktemp("finished") / "run"
-    assert train(out, RUN) == {0}
-    return out
-
 
 @pytest.fixture
-def copy(finished, tmp_path):
-    return shutil.copytree(finished, tmp_path / "run")
+def copy(base_run, tmp_path):
+    return shutil.copytree(base_run, tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
-def scored(finished, tmp_path_factory):
-    out = shutil.copytree(finished, tmp_path_factory.mktemp("scored") / "run")
+def scored(base_run, tmp_path_factory):
+    out = shutil.copytree(base_run, tmp_path_factory.mktemp("scored") / "run")
     assert evaluate(out)[0] == {0}
     return out
 
@@ -56,7 +47,7 @@ def drop_checkpoints(out):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "manifest.json", "all"])
-def test_a_damaged_or_missing_best_is_written_again_from_the_checkpoint(name, copy, finished):
+def test_a_damaged_or_missing_best_is_written_again_from_the_checkpoint(name, copy, base_run):
     if name == "all":
         shutil.rmtree(copy / "best")
     else:
@@ -64,7 +55,7 @@ def test_a_damaged_or_missing_best_is_written_again_from_the_checkpoint(name, co
     codes, log = evaluate(copy)
     assert codes == {0}, log.read_text()
     assert "was written again from the checkpoint of step" in log.read_text()
-    assert outcome(copy) == outcome(finished)
+    assert outcome(copy) == outcome(base_run)
 
 
 def test_every_flipped_bit_of_the_weights_is_found(copy):
@@ -93,17 +84,17 @@ def test_a_damaged_best_without_a_checkpoint_says_how_to_go_on(copy):
 def test_a_damaged_teacher_is_refused(copy, tmp_path):
     flip(copy / "best" / "model.safetensors")
     out = tmp_path / "student"
-    assert train(out, [*RUN, "method=kd", f"method.teacher={copy}"]) == {2}
+    assert train(out, [*BASE, "method=kd", f"method.teacher={copy}"]) == {2}
     assert "model.safetensors is damaged" in log_of(out).read_text()
     assert not out.exists()
 
 
-def test_a_run_whose_best_was_lost_can_be_continued(tmp_path, finished):
+def test_a_run_whose_best_was_lost_can_be_continued(tmp_path, base_run):
     out = tmp_path / "run"
-    assert train(out, RUN, kill=("step", 12)) == {-signal.SIGKILL}
+    assert train(out, BASE, kill=("step", 30)) == {-signal.SIGKILL}
     shutil.rmtree(out / "best")
-    assert train(out, RUN) == {0}, log_of(out).read_text()
-    assert outcome(out) == outcome(finished)
+    assert train(out, BASE) == {0}, log_of(out).read_text()
+    assert outcome(out) == outcome(base_run)
 
 
 @pytest.mark.parametrize("number", [2, 4, 6])
@@ -112,7 +103,7 @@ def test_a_model_is_whole_whenever_the_process_is_killed_as_it_is_selected(numbe
     out = tmp_path / "run"
     before = 1 + 4 + 8  # the recipe, the first selection, the first checkpoint
     kill = ("rename", before + number)
-    assert train(out, [*RUN, "method=base"], kill=kill) == {-signal.SIGKILL}
+    assert train(out, BASE, kill=kill) == {-signal.SIGKILL}
     RunDirectory(out).verify_best()
 
 
@@ -122,7 +113,7 @@ def test_changed_results_are_refused(copy):
     with pytest.raises(RequestError, match=r"results.json was changed after it was written"):
         RunDirectory(copy).results()
     path.unlink()  # as the message says
-    assert train(copy, RUN) == {0}
+    assert train(copy, BASE) == {0}
     RunDirectory(copy).results()
 
 
@@ -140,7 +131,7 @@ def edit_records(out):
 
 def edit_recipe(out):
     path = out / "recipe.yaml"
-    path.write_text(path.read_text().replace("batch_size: 160", "batch_size: 16"))
+    path.write_text(path.read_text().replace("batch_size: 64", "batch_size: 16"))
 
 
 def add_records(out):
@@ -172,8 +163,8 @@ def test_edited_numbers_are_not_reported(edit, scored, tmp_path):
 
 def test_edited_numbers_are_not_compared(tmp_path):
     out, log = tmp_path / "runs", tmp_path / "log"
-    arguments = ["compare", "digits", *RUN, "--methods", "base", "--seeds", "1", "--jobs", "1"]
-    arguments += ["--out", str(out)]
+    options = ["train.epochs=1", "--methods", "base", "--seeds", "1", "--jobs", "1"]
+    arguments = ["compare", "digits", *options, "--out", str(out)]
     assert run(arguments, log) == {0}, log.read_text()
     edit_results(next(out.glob("*-s0")))
     log.unlink()
@@ -186,7 +177,7 @@ BROKEN = [b"{}", b"[]", b'{"step": "3"}', b"\xff\xfe", b'{"step": 3', b"", b"7",
 
 
 def test_broken_lines_of_metrics_are_named_and_left_out(tmp_path):
-    out, settings = tmp_path / "run", [*RUN, "train.log_every=1", "train.save_every=4"]
+    out, settings = tmp_path / "run", [*BASE, "train.log_every=1", "train.save_every=4"]
     assert train(tmp_path / "whole", settings) == {0}
     assert train(out, settings, kill=("step", 14)) == {-signal.SIGKILL}
     path = out / "metrics.jsonl"

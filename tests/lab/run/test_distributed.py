@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,16 @@ RUN = ["model.name=plain", "train.epochs=2", "train.batch_size=323", "train.log_
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory):
-    out = tmp_path_factory.mktemp("teacher") / "run"
-    assert train(out, ["method=base", "train.epochs=1"]) == {0}
-    return out
+def one(base_run, tmp_path_factory):
+    """The run of a method in one process, trained when it is first asked for."""
+
+    @cache
+    def trained(method: str) -> Path:
+        out = tmp_path_factory.mktemp(method) / "run"
+        assert train(out, [*RUN, *settings_of(method, base_run)]) == {0}, log_of(out).read_text()
+        return out
+
+    return trained
 
 
 def assert_same_curve(one: Path, two: Path, rtol: float = 2e-5) -> None:
@@ -34,27 +41,23 @@ def assert_same_curve(one: Path, two: Path, rtol: float = 2e-5) -> None:
 
 
 @pytest.mark.parametrize("method", [*trained_methods("image_classification"), "tf-kd-self"])
-def test_two_processes_give_the_curve_of_one(method, teacher, tmp_path):
-    settings = [*RUN, *settings_of(method, teacher)]
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert train(one, settings) == {0}, log_of(one).read_text()
+def test_two_processes_give_the_curve_of_one(method, one, base_run, tmp_path):
+    two, settings = tmp_path / "two", [*RUN, *settings_of(method, base_run)]
     assert train(two, settings, world=2) == {0}, log_of(two).read_text()
     # tf-kd-self (make soak): at tau = 20 teacher and model are nearly uniform. Their KL divergence
     # of about 5e-4 is a difference of sums of about log 10, so that its rounding error is 1e-8, and
     # it is multiplied by tau^2 = 400. Most of it cancels over a batch, but not in the batch of one
     # sample, where the losses differ by 3e-5. (At tau = 5 they differ by 2e-6.)
-    assert_same_curve(one, two, 5e-5 if method == "tf-kd-self" else 2e-5)
+    assert_same_curve(one(method), two, 5e-5 if method == "tf-kd-self" else 2e-5)
 
 
-def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
+def test_a_run_goes_on_with_another_number_of_processes(one, tmp_path):
     # OLS collects sums in each process until the end of an epoch, after five steps.
-    settings = [*RUN, "method=ols", "train.save_every=2"]
-    one, changing = tmp_path / "one", tmp_path / "changing"
-    assert train(one, settings) == {0}
+    settings, changing = [*RUN, "method=ols", "train.save_every=2"], tmp_path / "changing"
     for world in (1, 2, 3):  # from step 0, 2 and 4
         assert 0 not in train(changing, settings, world, kill=("step", 3))
     assert train(changing, settings, 1) == {0}, log_of(changing).read_text()
-    assert_same_curve(one, changing)
+    assert_same_curve(one("ols"), changing)
     assert "processes:1>2>3>1|" in (changing / "results.json").read_text()
     assert "note: 1 and 2 and 3 process(es) were at work before" in log_of(changing).read_text()
 
@@ -88,11 +91,10 @@ def test_synchronized_batch_norm_gives_the_curve_of_one(method, accumulate, tmp_
     assert "note: each process computes batch norm" in log_of(apart).read_text()
 
 
-def test_accumulation_changes_nothing(tmp_path):
-    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
-    assert train(whole, RUN) == {0}
-    assert train(pieces, [*RUN, "train.accumulate=3"], world=2) == {0}, log_of(pieces).read_text()
-    assert_same_curve(whole, pieces)
+def test_accumulation_changes_nothing(one, tmp_path):
+    pieces, settings = tmp_path / "pieces", [*RUN, "method=ls", "train.accumulate=3"]
+    assert train(pieces, settings, world=2) == {0}, log_of(pieces).read_text()
+    assert_same_curve(one("ls"), pieces)
 
 
 def test_only_the_first_process_prints(tmp_path):

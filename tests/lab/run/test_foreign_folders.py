@@ -9,29 +9,19 @@ import shutil
 import pytest
 import torch
 
-from lab_runs import log_of, run, train
+from lab_runs import log_of, run
 from labo.lab.errors import LabError, RequestError
 from labo.lab.run import checksums, files
-from labo.lab.run.checkpoint import Checkpoints
+from labo.lab.run.checkpoint import Checkpoints, RunState
 from labo.lab.run.directory import RunDirectory, write_model
 from labo.lab.run.distributed import make_accelerator
 from labo.lab.run.lock import held
-from labo.lab.run.state import RunState
 from labo.lab.text.folder import Maker, building
-
-RUN = ["train.epochs=1", "train.batch_size=300"]
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    out = tmp_path_factory.mktemp("finished") / "run"
-    assert train(out, RUN) == {0}, log_of(out).read_text()
-    return out
 
 
 @pytest.fixture
-def copy(finished, tmp_path):
-    return shutil.copytree(finished, tmp_path / "run")
+def copy(base_run, tmp_path):
+    return shutil.copytree(base_run, tmp_path / "run")
 
 
 @pytest.fixture
