@@ -15,7 +15,7 @@ errors              the two ways a command ends early, and wrong data
 config              sections of a recipe, YAML, messages for wrong keys
 command_options     options of a command from the fields of a section
 run/                a run on disk and in memory: directory, state, checkpoint, lock; processes
-compressed          compressed files, with a limit on what they inflate to
+compressed          compressed files and archives, with a limit on what they inflate to
 pretrained          a model folder to start from: loading, freezing, LoRA
 custom              functions of your own that a recipe names
 tables              a table as Markdown, LaTeX, CSV and JSON

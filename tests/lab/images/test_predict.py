@@ -19,16 +19,12 @@ from labo.lab.errors import RequestError
 from labo.lab.evaluate import evaluate_run
 from labo.lab.images.predict import Prediction, Predictor, write_predictions
 from labo.lab.images.sources import load_images
-from labo.lab.recipes import load_recipe
 from labo.lab.run.directory import RunDirectory
-from labo.lab.train import train
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("runs") / "digits"
-    train(load_recipe("digits", ["train.max_steps=30", "method=ls"]), out)
-    return out
+def run(base_run, tmp_path_factory) -> Path:
+    return shutil.copytree(base_run, tmp_path_factory.mktemp("runs") / "digits")
 
 
 @pytest.fixture(scope="module")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForImageClassification
 
-from lab_runs import log_of, outcome, run
+from lab_runs import log_of, run
 from labo.lab.errors import RequestError
 from labo.lab.images.task import ImageTask
-from labo.lab.images.vit import VisionTransformer, _DropPath
+from labo.lab.images.vit import VisionTransformer, _DropPath, plain_config
 from labo.lab.optim import build_optimizer
 from labo.lab.recipes import load_recipe
 from labo.lab.run.directory import RunDirectory
@@ -108,19 +106,15 @@ def test_weight_decay_of_matrices_only():
 
 
 TINY = ["model.patch=2", "model.width=12", "model.layers=2", "model.heads=2", "model.ffn=16"]
-RUN = ["optim.name=adamw", "optim.lr=3e-3", "train.epochs=2", "train.batch_size=160"]
-RUN += ["train.save_every=4", "train.log_every=3", "data.mixup=0.8", "data.cutmix=1.0"]
-
-
-def train(out, *settings: str, kill=None) -> set[int]:
-    arguments = ["train", "digits", *TINY, *RUN, *settings, "--out", str(out)]
-    return run(arguments, log_of(out), kill=kill)
+RUN = ["optim.name=adamw", "optim.lr=3e-3", "train.epochs=1", "train.batch_size=160"]
+RUN += ["data.mixup=0.8", "data.cutmix=1.0"]
 
 
 @pytest.mark.parametrize("name", ["vit-tiny", "deit-tiny"])
 def test_plain_transformers_loads_the_selected_model(name, tmp_path):
     out = tmp_path / "run"
-    assert train(out, f"model.name={name}", "train.epochs=1") == {0}, log_of(out).read_text()
+    arguments = ["train", "digits", *TINY, *RUN, f"model.name={name}", "--out", str(out)]
+    assert run(arguments, log_of(out)) == {0}, log_of(out).read_text()
     model = load_model(RunDirectory(out)).eval()
     plain = AutoModelForImageClassification.from_pretrained(out / "best").eval()
     images = torch.randn(4, 1, 8, 8)
@@ -129,49 +123,22 @@ def test_plain_transformers_loads_the_selected_model(name, tmp_path):
     assert RunDirectory(out).facts()["model"] == name
 
 
-def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path):
-    """Stochastic depth and dropout draw the same numbers again."""
-    settings = ("model.name=vit-tiny", "model.drop_path=0.2", "model.dropout=0.1")
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert train(whole, *settings) == {0}, log_of(whole).read_text()
-    assert train(killed, *settings, kill=("step", 11)) != {0}
-    assert train(killed, *settings) == {0}, log_of(killed).read_text()
-    assert outcome(killed) == outcome(whole)
-
-
-@pytest.mark.parametrize("recipe", ["cifar10-vit", "imagenet-vit"])
-def test_the_recipes_for_gpus_run_narrowed(recipe, tmp_path):
-    """cifar10-vit is vit-lite: a model that is no plain one of transformers."""
-    out = tmp_path / "run"
-    settings = [*TINY, "data.name=digits", "train.max_steps=4", "train.batch_size=64"]
-    settings += ["train.precision=bf16", "train.workers=1"]
-    assert run(["train", recipe, *settings, "--out", str(out)], log_of(out)) == {0}
-    assert len(json.loads((out / "results.json").read_text())["valid"]) > 3
-    is_plain = "model_type" in json.loads((out / "best" / "config.json").read_text())
-    assert is_plain == (recipe == "imagenet-vit")
-    assert load_model(RunDirectory(out)).pooling == ("class" if is_plain else "sequence")
+def test_only_the_class_token_makes_a_plain_model():
+    """vit-lite is none of transformers."""
+    for name, plain in (("vit-tiny", True), ("vit-lite", False)):
+        config = plain_config(VisionTransformer(name, 7, 1, **SMALL), list("abcdefg"))
+        assert (config is not None) == plain
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         (["model.name=small", "model.patch=2"], "patch: only vision transformers have it, small"),
-    ],
-)
-def test_wrong_recipes(settings, message):
-    with pytest.raises(RequestError, match=message):
-        load_recipe("digits", settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
         (["model.patch=3"], "patch: 3 does not divide an image of 8"),
         (["model.patch=2", "model.heads=5"], "heads: 5 does not divide a width of 192"),
         ([], "patch: 16 does not divide an image of 8"),
     ],
 )
-def test_dimensions_that_do_not_fit(settings, message):
-    task = ImageTask(load_recipe("digits", ["model.name=vit-tiny", *settings]))
+def test_what_does_not_fit(settings, message):
     with pytest.raises(RequestError, match=message):
-        task.build_model()
+        ImageTask(load_recipe("digits", ["model.name=vit-tiny", *settings])).build_model()

@@ -46,6 +46,20 @@ def drop_checkpoints(out):
     (out / "checkpoints").mkdir()
 
 
+def test_evaluation_agrees_with_training(scored):
+    results = json.loads((scored / "results.json").read_text())
+    log = scored.with_suffix(".evaluate").read_text()
+    for split in ("valid", "test"):
+        lines = (scored / "records" / f"{split}.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        assert [record["index"] for record in records] == list(range(len(records)))
+        right = [record["label"] == record["prediction"] for record in records]
+        assert sum(right) / len(right) == pytest.approx(results[split]["accuracy"], rel=1e-9)
+        for record in records:
+            assert record["confidence"] == max(record["probabilities"])
+        assert f"{results[split]['nll']:.4f}" in log
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "manifest.json", "all"])
 def test_a_damaged_or_missing_best_is_written_again_from_the_checkpoint(name, copy, base_run):
     if name == "all":

@@ -16,9 +16,9 @@ from labo.lab.run.checksums import MANIFEST
 from labo.lab.run.directory import KEPT, RunDirectory
 from labo.lab.run.files import sha256
 
-# Accumulation, a short last batch, three evaluations, saves inside an epoch and between two logged
+# Accumulation, a short last batch, two evaluations, saves inside an epoch and between two logged
 # losses.
-RUN = ["train.epochs=3", "train.batch_size=160", "train.accumulate=3", "train.save_every=4"]
+RUN = ["train.epochs=2", "train.batch_size=160", "train.accumulate=3", "train.save_every=4"]
 RUN += ["train.log_every=5", "optim.warmup_steps=5", "train.average_last=2"]
 RUN += ["train.keep_best=1", "train.keep_last=1"]
 

@@ -9,8 +9,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from ..compressed import read_files
 from ..errors import DataError
-from .files import read_files
 from .pickles import ByteArray, read_pickle
 from .splits import ImageSource, check_labels
 

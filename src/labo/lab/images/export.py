@@ -95,14 +95,11 @@ def export(run: str | Path, out: str | Path) -> str:
         "calibrated": predictor.calibrated,
     }
     onnx.helper.set_model_props(model, {"labo": json.dumps(facts)})
-    try:
+    with atomic.explained("write", out, atomic.temporary(out)):
         out.parent.mkdir(parents=True, exist_ok=True)
         atomic.create(atomic.temporary(out)).close()
         onnx.save(model, atomic.temporary(out))
         atomic.put_in_place(out)
-    except OSError as error:
-        atomic.temporary(out).unlink(missing_ok=True)
-        raise LabError(f"cannot write {out}: {error.strerror or error}") from error
     return usage(out, shape)
 
 

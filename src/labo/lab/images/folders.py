@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import stat
-from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ..errors import DataError
 from .image_files import FolderImages
-from .splits import IMAGENET_MEAN, IMAGENET_STD, ImageSource, ImageSplit
+from .splits import ImageSource
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 
@@ -30,7 +30,7 @@ def _images_in(folder: Path) -> list[os.DirEntry[str]]:
         return [e for e in entries if e.name.lower().endswith(SUFFIXES) and e.name[0] != "."]
 
 
-def _split(folder: Path, classes: list[str]) -> ImageSplit:
+def _split(folder: Path, classes: list[str]) -> tuple[FolderImages, Tensor]:
     """The images of a split, class after class; each file is looked at once."""
     files: list[tuple[str, int]] = []
     labels: list[int] = []
@@ -47,7 +47,7 @@ def _split(folder: Path, classes: list[str]) -> ImageSplit:
             files.append((f"{kind}/{entry.name}", status.st_size))
         labels += [classes.index(kind)] * len(entries)
     names, sizes = zip(*files, strict=True)
-    return ImageSplit(FolderImages(folder, names, sizes), torch.tensor(labels))
+    return FolderImages(folder, names, sizes), torch.tensor(labels)
 
 
 def load_folders(root: Path) -> ImageSource:
@@ -56,10 +56,9 @@ def load_folders(root: Path) -> ImageSource:
     If both ``val`` and ``test`` have class folders, ``val`` is the validation split. A ``test``
     without class folders, such as that of ImageNet, which has no labels, is ignored.
     """
-    source = partial(ImageSource, mean=IMAGENET_MEAN, std=IMAGENET_STD)
     classes, plain = _class_folders(root / "train"), _class_folders(root)
     if not classes and plain and all(_images_in(root / name) for name in plain):
-        return source(train=_split(root, plain), test=None, classes=tuple(plain))
+        return ImageSource.of(_split(root, plain), classes=plain)
     if not classes:
         raise DataError(f"{root / 'train'}: no class folders; images belong in train/<class>/")
     train = _split(root / "train", classes)
@@ -67,4 +66,4 @@ def load_folders(root: Path) -> ImageSource:
     if not held:
         raise DataError(f"{root}: neither val/<class>/ nor test/<class>/ beside train/")
     valid = held[0] if len(held) == 2 else None
-    return source(train=train, test=held[-1], classes=tuple(classes), valid=valid)
+    return ImageSource.of(train, held[-1], valid, classes=classes)

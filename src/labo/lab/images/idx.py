@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..compressed import read_files
 from ..errors import DataError
-from .files import read_files
 from .splits import ImageSource, check_labels
 
 _FOLDERS = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}
