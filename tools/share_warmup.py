@@ -42,7 +42,7 @@ def share(source: RunDirectory, target: RunDirectory, name: str, keys: list[str]
     trainer = Trainer(recipe, target)
     groups = checkpoint.groups(trainer.state.like())
     groups["loss"] = {"_extra_state": torch.tensor([step])}  # Warmup counts the steps
-    trainer.state.load_state_dict({**groups, "counters": checkpoint.counters.model_dump()})
+    trainer.state.load(checkpoint.counters, groups)
     target.start(recipe, trainer.task.fingerprint)
     trainer.checkpoints.save(trainer.state)
     shutil.copytree(source.best, target.best, dirs_exist_ok=True)

@@ -96,13 +96,16 @@ class RunState:
         self.ema: dict[str, Tensor] = {}  # the moving average of the weights, if it is wanted
         self.counters = Counters(processes=accelerator.num_processes)
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        """``counters`` as plain values, and groups of tensors by name. All processes call it."""
+    def plain(self) -> dict[str, Any]:
+        """The counters, for ``state.json``."""
         counters = self.counters.model_dump(exclude={"scaler"})
         if self.accelerator.scaler is not None:
             counters["scaler"] = self.accelerator.scaler.state_dict()
+        return counters
+
+    def tensors(self) -> Groups:
+        """All tensors. All processes call it."""
         return {
-            "counters": counters,
             "model": self.model.state_dict(),
             "optimizer": _flat(self.optimizer.state_dict()["state"]),
             "loss": {  # one row per process
@@ -114,9 +117,9 @@ class RunState:
             "ema": self.ema,
         }
 
-    def load_state_dict(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take up what :meth:`state_dict` gave, perhaps to another number of processes."""
-        counters = Counters(**saved["counters"])
+    def load(self, counters: Counters, saved: Groups) -> None:
+        """Take up counters and :meth:`tensors`, perhaps of another number of processes."""
+        counters = counters.model_copy(deep=True)
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(counters.scaler)
         self.model.load_state_dict(saved["model"])
@@ -279,9 +282,7 @@ class Checkpoints:
         final = self.folder / f"step-{step:08d}"
         temporary = self.folder / f".{final.name}.tmp"
         main = accelerator.is_main_process
-        saved = state.state_dict()
-        counters = saved.pop("counters")
-        split, whole = _separated(saved)
+        split, whole = _separated(state.tensors())
         try:
             with atomic.explained("save", final):
                 if main:
@@ -291,7 +292,7 @@ class Checkpoints:
                 if main:
                     for group, named in whole.items():
                         atomic.write_tensors(temporary / f"{group}.safetensors", named)
-                    atomic.write_json(temporary / "state.json", counters)
+                    atomic.write_json(temporary / "state.json", state.plain())
                     files = sorted(path for path in temporary.iterdir() if path.is_file())
                     sha256 = {path.name: atomic.sha256(path) for path in files} | shards
                     manifest = {"format": _FORMAT, "recipe": self.recipe, "sha256": sha256}
@@ -332,8 +333,7 @@ class Checkpoints:
         if checkpoint is None:
             checkpoint = self._read(self.newest, verify=False)
         try:
-            groups = checkpoint.groups(state.like())
-            state.load_state_dict({**groups, "counters": checkpoint.counters.model_dump()})
+            state.load(checkpoint.counters, checkpoint.groups(state.like()))
         except (KeyError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise LabError(
                 f"{self.newest} does not fit the model of the recipe; remove it to continue from "
