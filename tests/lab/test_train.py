@@ -349,7 +349,7 @@ TEXT_RECIPES = [  # translation-sft, which needs a model folder, is in test_pret
 def test_every_recipe_for_images_takes_real_steps(name, image_folder, tmp_path, monkeypatch):
     settings = ["train.epochs=null", "train.max_steps=2", "train.batch_size=2"]
     if load_recipe(name).data.name == "folder":
-        settings += [f"data.root={image_folder}", "data.holdout=0.5"]
+        settings += [f"data.root={image_folder}", "data.holdout=0.5", "data.size=64"]
     recipe = load_recipe(name, settings)
     if recipe.data.name != "folder":
         monkeypatch.setattr(image_classification, "load_images", generated)

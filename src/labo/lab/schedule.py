@@ -98,10 +98,10 @@ def _share(task: Task, samples: Tensor, epoch: int, accelerator: Accelerator) ->
     return batch.pinned() if accelerator.device.type == "cuda" else batch
 
 
-def ahead(items: Iterator[T], count: int = 4) -> Iterator[T]:
-    """The same items; up to ``count`` of them are made by a thread while others are in use."""
+def ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items; up to four of them are made by a thread while others are in use."""
     with ThreadPoolExecutor(1) as worker:
-        coming = deque(worker.submit(next, items, None) for _ in range(count))
+        coming = deque(worker.submit(next, items, None) for _ in range(4))
         try:
             while (item := coming.popleft().result()) is not None:
                 coming.append(worker.submit(next, items, None))

@@ -119,18 +119,15 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 # ------------------------------------------------------------------ writing
 
 
-def refuse_foreign(path: Path, mark: bytes, option: str = "--out") -> None:
-    """Refuse to replace a file that labo did not write: without ``mark`` in its first 4096 bytes.
-
-    ``option`` is where another path can be chosen.
-    """
+def refuse_foreign(path: Path, mark: bytes) -> None:
+    """Refuse to replace a file without ``mark`` in its first 4096 bytes: labo did not write it."""
     if not path.exists():
         return
     if path.is_file():
         with path.open("rb") as file:
             if mark in file.read(4096):
                 return
-    raise RequestError(f"{path} exists and was not written by labo: choose another {option}")
+    raise RequestError(f"{path} exists and was not written by labo: choose another --out")
 
 
 def flush(path: Path) -> None:
