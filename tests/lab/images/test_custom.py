@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from labo import cli
+from lab_runs import status
 from labo.lab.custom import function_version, trust
 from labo.lab.errors import RequestError
 from labo.lab.evaluate import evaluate_run
@@ -166,12 +166,6 @@ def in_recipe(run, reference):
     path.write_text(path.read_text().replace("name: mine:images", f"name: {reference}"))
 
 
-def status_of(*arguments):
-    with pytest.raises(SystemExit) as end:
-        cli.main([*map(str, arguments)])
-    return end.value.code or 0
-
-
 BUILT_IN = ["data.name=digits", "model.name=small", "train.max_steps=1"]
 COMMANDS = {
     "predict": ["predict", "foreign", "image.png"],
@@ -188,7 +182,7 @@ def test_a_folder_that_is_read_runs_no_code(command, foreign, capsys):
     Image.new("RGB", (5, 6)).save("image.png")
     in_model(foreign, "evil:net")
     in_recipe(foreign, "evil:images")
-    assert status_of(*COMMANDS[command]) == 2
+    assert status(*COMMANDS[command]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "evil:" in line]
     assert "is code that the folder names, not you" in line
     assert "--trust-code" in line
@@ -199,7 +193,7 @@ def test_a_folder_that_is_read_runs_no_code(command, foreign, capsys):
 def test_code_is_run_with_the_flag_and_named(foreign, capsys):
     in_recipe(foreign, "evil:images")
     (foreign / "results.json").unlink()  # they are those of another recipe now
-    assert status_of("evaluate", "foreign", "--trust-code", "--accept-data") == 0
+    assert status("evaluate", "foreign", "--trust-code", "--accept-data") == 0
     assert "data.name: evil:images is imported and run" in capsys.readouterr().err
     assert Path("imported").exists()
 

@@ -64,6 +64,14 @@ def folder(request, tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A ViT with as many classes as the data."""
+    path = tmp_path_factory.mktemp("saved") / "vit"
+    vit().save_pretrained(path)
+    return path
+
+
 def train(out: Path, folder: Path, *more: str, kill=None) -> set[int]:
     settings = [*SETTINGS, f"model.pretrained={folder}", *more]
     return run(["train", "digits", *settings, "--out", str(out)], log_of(out), 1, kill)
@@ -143,9 +151,8 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path):
     assert outcome(killed) == outcome(whole)
 
 
-def test_frozen_parts_get_no_gradient(tmp_path):
-    vit().save_pretrained(tmp_path / "vit")
-    model = task(tmp_path / "vit", "model.freeze=[vit.embeddings, vit.layers.0]").build_model()
+def test_frozen_parts_get_no_gradient(saved):
+    model = task(saved, "model.freeze=[vit.embeddings, vit.layers.0]").build_model()
     for name, parameter in model.named_parameters():
         frozen = "embeddings" in name or "layers.0." in name
         assert parameter.requires_grad != frozen, name
@@ -169,9 +176,8 @@ def test_the_pixels_are_normalized_as_the_folder_asks(tmp_path):
     assert task(folder).mean == plain.data.mean
 
 
-def test_the_same_number_of_other_classes_is_said(tmp_path):
-    vit(labels=10).save_pretrained(tmp_path / "vit")
-    (note,) = task(tmp_path / "vit").notes
+def test_the_same_number_of_other_classes_is_said(saved):
+    (note,) = task(saved).notes
     assert "have other names: taken in their order" in note
 
 
@@ -190,20 +196,18 @@ def test_the_same_number_of_other_classes_is_said(tmp_path):
         (["model.lora={targets: [classifier]}"], "classifier is the output layer"),
     ],
 )
-def test_wrong_requests(tmp_path, more, message):
-    vit().save_pretrained(tmp_path / "vit")
+def test_wrong_requests(saved, more, message):
     with pytest.raises(RequestError, match=message) as caught:
-        task(tmp_path / "vit", *more).build_model()
+        task(saved, *more).build_model()
     assert "\n" not in str(caught.value)
 
 
-def test_adapters_without_peft(tmp_path, monkeypatch):
-    vit().save_pretrained(tmp_path)
+def test_adapters_without_peft(saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(
         RequestError, match=r"^model\.lora needs PEFT: pip install 'torch-labo\[lora"
     ):
-        task(tmp_path, "model.lora={rank: 2}").build_model()
+        task(saved, "model.lora={rank: 2}").build_model()
 
 
 def test_freezing_a_fresh_network():

@@ -8,7 +8,7 @@ import onnxruntime
 import pytest
 import torch
 
-from labo.cli import main
+from lab_runs import status
 from labo.lab.calibrate import calibrate_run
 from labo.lab.images.predict import Predictor
 from labo.lab.images.sources import load_images
@@ -19,19 +19,13 @@ TINY = ["train.max_steps=10", "method=ls"]
 VIT = ["model.name=vit-lite", "model.width=16", "model.layers=1", "model.heads=2", "model.ffn=16"]
 
 
-def export(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as end:
-        main(["export", *map(str, arguments)])
-    return end.value.code
-
-
 @pytest.mark.parametrize("model", [[], [*VIT, "model.image_size=16"]], ids=["convnet", "vit"])
 def test_onnxruntime_gives_the_calibrated_probabilities(model, tmp_path, capsys):
     run, out = tmp_path / "run", tmp_path / "model.onnx"
     train(load_recipe("digits", [*TINY, *model]), run)
     fitted = calibrate_run(run)
     capsys.readouterr()
-    assert export(run, "--out", out) == 0
+    assert status("export", run, "--out", out) == 0
     session = onnxruntime.InferenceSession(out)
     facts = json.loads(session.get_modelmeta().custom_metadata_map["labo"])
     assert facts["classes"] == list("0123456789")
@@ -48,10 +42,10 @@ def test_onnxruntime_gives_the_calibrated_probabilities(model, tmp_path, capsys)
     exec(shown[shown.index("import json") :])
     assert capsys.readouterr().out.split()[0] in facts["classes"]
 
-    assert export(run, "--out", out) == 2
+    assert status("export", run, "--out", out) == 2
     assert capsys.readouterr().err == f"labo: {out} exists: choose another --out\n"
-    assert export(run, "--out", tmp_path / "b", "--to", "ctranslate2") == 2
+    assert status("export", run, "--out", tmp_path / "b", "--to", "ctranslate2") == 2
     assert "a model for image_classification is exported to onnx" in capsys.readouterr().err
-    assert export(run, "--out", tmp_path / "b", "--quantization", "int8") == 2
-    assert export(run, "--out", tmp_path / "b", "--to", "tensorrt") == 2
+    assert status("export", run, "--out", tmp_path / "b", "--quantization", "int8") == 2
+    assert status("export", run, "--out", tmp_path / "b", "--to", "tensorrt") == 2
     assert "'tensorrt' is not one of 'ctranslate2', 'onnx'" in capsys.readouterr().err

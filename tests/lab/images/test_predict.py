@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from labo.cli import main
+from lab_runs import status
 from labo.lab.calibrate import calibrate_run
 from labo.lab.errors import RequestError
 from labo.lab.evaluate import evaluate_run
@@ -42,12 +42,6 @@ def pictures(tmp_path_factory) -> Path:
 def records(run: Path) -> list[list[float]]:
     lines = (run / "records" / "test.jsonl").read_text().splitlines()
     return [json.loads(line)["probabilities"] for line in lines]
-
-
-def status(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as end:
-        main([str(argument) for argument in arguments])
-    return end.value.code
 
 
 def test_files_get_the_probabilities_of_evaluation_after_the_temperature(run, pictures, capsys):
