@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,30 +40,13 @@ RUN += ["train.save_every=4", "train.average_last=2", "train.keep_best=1", "trai
 RUN_OF_TWO = ["train.accumulate=3", "train.log_every=3", "optim.warmup_steps=5"]
 
 
-@pytest.fixture(scope="module")
-def settings(base_run):
-    def of(method: str, world: int) -> list[str]:
-        return [*RUN, *(RUN_OF_TWO if world == 2 else []), *settings_of(method, base_run)]
-
-    return of
-
-
-@pytest.fixture(scope="module")
-def whole(settings, tmp_path_factory):
-    """The undisturbed run of a method, trained when it is first asked for."""
-
-    @cache
-    def trained(method: str, world: int = 1) -> Path:
-        out = tmp_path_factory.mktemp(method) / "run"
-        assert train(out, settings(method, world), world) == {0}, log_of(out).read_text()
-        return out
-
-    return trained
+def settings_for(method: str, teacher: Path, world: int = 1) -> list[str]:
+    return [*RUN, *(RUN_OF_TWO if world == 2 else []), *settings_of(method, teacher)]
 
 
 @pytest.mark.parametrize("method", IMAGE_METHODS)
-def test_losses_are_those_of_the_golden_run(method, whole):
-    found, file = losses(whole(method)), GOLDEN / f"{method}.json"
+def test_losses_are_those_of_the_golden_run(method, run_of, base_run):
+    found, file = losses(run_of(*settings_for(method, base_run))), GOLDEN / f"{method}.json"
     if WRITE:
         file.write_text(json.dumps([float(f"{loss:.8g}") for loss in found]) + "\n")
     golden = json.loads(file.read_text())
@@ -100,14 +82,15 @@ TWO = ONE if SOAK else ["ols", "ps-kd"]
 
 
 @pytest.mark.parametrize(("method", "world"), [*((m, 1) for m in ONE), *((m, 2) for m in TWO)])
-def test_a_killed_run_ends_as_if_nothing_had_happened(method, world, whole, settings, tmp_path):
+def test_a_killed_run_ends_as_if_nothing_had_happened(method, world, run_of, base_run, tmp_path):
     """Bit for bit, after the same command."""
-    expected = outcome(whole(method, world))
+    command = settings_for(method, base_run, world)
+    expected = outcome(run_of(*command, world=world))
     chance = random.Random(f"{method} {world}")
     deaths = 0
     for number in range(max(SOAK, 1)):
         out = tmp_path / f"killed{number}"
-        deaths += train_and_kill(out, settings(method, world), world, chance)
+        deaths += train_and_kill(out, command, world, chance)
         assert outcome(out) == expected
     assert deaths > 0
 

@@ -62,17 +62,18 @@ def test_a_loss_that_is_no_number_stops_the_run_before_the_update(tmp_path):
     assert "nan" not in (out / "metrics.jsonl").read_text().replace(stop["stopped"], "").lower()
 
 
-def test_a_full_disk_destroys_nothing(tmp_path):
-    settings = ["train.epochs=3", "train.save_every=5", "train.batch_size=160"]
-    whole, out = tmp_path / "whole", tmp_path / "run"
-    assert train(whole, settings) == {0}
+def test_a_full_disk_destroys_nothing(run_of, tmp_path):
+    settings, out = (
+        ["train.epochs=3", "train.save_every=5", "train.batch_size=160"],
+        tmp_path / "run",
+    )
     assert train(out, settings, kill=("step", 14)) == {-signal.SIGKILL}
     before = sorted((out / "checkpoints").rglob("*"))
     assert train(out, settings, kill=("full disk", 50_000)) == {1}
     assert last_line(out).startswith("labo: cannot write")
     assert sorted((out / "checkpoints").rglob("*")) == before
     assert train(out, settings) == {0}
-    assert outcome(out) == outcome(whole)
+    assert outcome(out) == outcome(run_of(*settings))
 
 
 @pytest.mark.parametrize(
@@ -93,10 +94,8 @@ def test_a_wrong_request_leaves_no_trace(settings, problem, tmp_path):
 # ------------------------------------------------------------------ what it shows
 
 
-def test_the_header_says_what_is_trained_and_where(tmp_path):
-    out = tmp_path / "run"
-    settings = ["method.warmup_steps=9", "train.max_steps=5", "train.eval_every_steps=2"]
-    assert train(out, settings) == {0}
+def test_the_header_says_what_is_trained_and_where(run_of):
+    out = run_of("method.warmup_steps=9", "train.max_steps=5", "train.eval_every_steps=2")
     header = log_of(out).read_text().split("note: ")[0]
     facts = dict(line.split(maxsplit=1) for line in header.splitlines() if line)
     assert "1,294 training samples, 10 classes" in facts["data"]
@@ -196,10 +195,9 @@ def test_which_steps_are_evaluated_and_averaged(eval_every, total, average_last)
     assert [step for step in evaluated if schedule.is_averaged(step)] == averaged
 
 
-def test_early_stop(tmp_path):
-    out = tmp_path / "run"
+def test_early_stop(run_of):
     settings = ["optim.lr=1e-6", "train.epochs=9", "train.patience=2", "train.select=accuracy"]
-    assert train(out, settings) == {0}
+    out = run_of(*settings)
     assert "no better model in 2 evaluations" in log_of(out).read_text()
     evaluations = [line for line in metrics(out) if "valid" in line]
     assert len(evaluations) < 9
@@ -209,9 +207,8 @@ def test_early_stop(tmp_path):
     assert results["valid"] == evaluations[-3]["valid"]
 
 
-def test_the_average_of_the_last_models(tmp_path):
-    out = tmp_path / "run"
-    assert train(out, ["train.epochs=4", "train.average_last=2"]) == {0}
+def test_the_average_of_the_last_models(run_of):
+    out = run_of("train.epochs=4", "train.average_last=2")
     first, last = sorted((out / "checkpoints").iterdir())
     selected = load_file(out / "best" / "model.safetensors")
     one, two = load_file(first / "model.safetensors"), load_file(last / "model.safetensors")
@@ -220,10 +217,9 @@ def test_the_average_of_the_last_models(tmp_path):
             torch.testing.assert_close(weight, (one[name] + two[name]) / 2)
 
 
-def test_the_moving_average_is_evaluated_and_saved(tmp_path):
+def test_the_moving_average_is_evaluated_and_saved(run_of):
     settings = ["train.epochs=2", "train.batch_size=160", "train.save_every=1", "train.ema=0.6"]
-    whole = tmp_path / "whole"
-    assert train(whole, settings) == {0}, log_of(whole).read_text()
+    whole = run_of(*settings)
     before, last = sorted((whole / "checkpoints").iterdir())
     step = int(before.name.removeprefix("step-"))
     decay = min(0.6, (1 + step) / (10 + step))
@@ -258,22 +254,20 @@ VIT += ["model.heads=2", "model.ffn=16"]
     ],
     ids=" ".join,
 )
-def test_options(settings, tmp_path):
+def test_options(settings, run_of, tmp_path):
     """Each trains, and resumes exactly."""
     common = ["train.epochs=2", "train.batch_size=160", "train.log_every=3", "train.save_every=4"]
-    whole, out = tmp_path / "whole", tmp_path / "run"
-    assert train(whole, [*common, *settings]) == {0}, log_of(whole).read_text()
+    settings, out = [*common, *settings], tmp_path / "run"
+    whole = run_of(*settings)
     assert losses(whole)[-1] < losses(whole)[0]
-    assert train(out, [*common, *settings], kill=("step", 7)) == {-signal.SIGKILL}
-    assert train(out, [*common, *settings]) == {0}
+    assert train(out, settings, kill=("step", 7)) == {-signal.SIGKILL}
+    assert train(out, settings) == {0}
     assert outcome(out) == outcome(whole)
 
 
-def test_batches_prepared_ahead_are_the_same(tmp_path):
+def test_batches_prepared_ahead_are_the_same(run_of):
     common = ["train.epochs=2", "data.flip=true"]
-    assert train(tmp_path / "plain", common) == {0}
-    assert train(tmp_path / "ahead", [*common, "train.workers=2"]) == {0}
-    assert losses(tmp_path / "ahead") == losses(tmp_path / "plain")
+    assert losses(run_of(*common, "train.workers=2")) == losses(run_of(*common))
 
 
 SCHEDULE = {

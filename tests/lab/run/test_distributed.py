@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,19 +17,6 @@ from lab_runs import log_of, losses, metrics, settings_of, train, trained_method
 RUN = ["model.name=plain", "train.epochs=2", "train.batch_size=323", "train.log_every=1"]
 
 
-@pytest.fixture(scope="module")
-def one(base_run, tmp_path_factory):
-    """The run of a method in one process, trained when it is first asked for."""
-
-    @cache
-    def trained(method: str) -> Path:
-        out = tmp_path_factory.mktemp(method) / "run"
-        assert train(out, [*RUN, *settings_of(method, base_run)]) == {0}, log_of(out).read_text()
-        return out
-
-    return trained
-
-
 def assert_same_curve(one: Path, two: Path, rtol: float = 2e-5) -> None:
     assert len(losses(one)) == len(losses(two)) == 10
     torch.testing.assert_close(losses(two), losses(one), rtol=rtol, atol=1e-6)
@@ -41,32 +27,31 @@ def assert_same_curve(one: Path, two: Path, rtol: float = 2e-5) -> None:
 
 
 @pytest.mark.parametrize("method", [*trained_methods("image_classification"), "tf-kd-self"])
-def test_two_processes_give_the_curve_of_one(method, one, base_run, tmp_path):
-    two, settings = tmp_path / "two", [*RUN, *settings_of(method, base_run)]
-    assert train(two, settings, world=2) == {0}, log_of(two).read_text()
+def test_two_processes_give_the_curve_of_one(method, run_of, base_run):
+    settings = [*RUN, *settings_of(method, base_run)]
     # tf-kd-self (make soak): at tau = 20 teacher and model are nearly uniform. Their KL divergence
     # of about 5e-4 is a difference of sums of about log 10, so that its rounding error is 1e-8, and
     # it is multiplied by tau^2 = 400. Most of it cancels over a batch, but not in the batch of one
     # sample, where the losses differ by 3e-5. (At tau = 5 they differ by 2e-6.)
-    assert_same_curve(one(method), two, 5e-5 if method == "tf-kd-self" else 2e-5)
+    rtol = 5e-5 if method == "tf-kd-self" else 2e-5
+    assert_same_curve(run_of(*settings), run_of(*settings, world=2), rtol)
 
 
-def test_a_run_goes_on_with_another_number_of_processes(one, tmp_path):
+def test_a_run_goes_on_with_another_number_of_processes(run_of, tmp_path):
     # OLS collects sums in each process until the end of an epoch, after five steps.
-    settings, changing = [*RUN, "method=ols", "train.save_every=2"], tmp_path / "changing"
+    ols, changing = [*RUN, "method=ols"], tmp_path / "changing"
+    settings = [*ols, "train.save_every=2"]
     for world in (1, 2, 3):  # from step 0, 2 and 4
         assert 0 not in train(changing, settings, world, kill=("step", 3))
     assert train(changing, settings, 1) == {0}, log_of(changing).read_text()
-    assert_same_curve(one("ols"), changing)
+    assert_same_curve(run_of(*ols), changing)
     assert "processes:1>2>3>1|" in (changing / "results.json").read_text()
     assert "note: 1 and 2 and 3 process(es) were at work before" in log_of(changing).read_text()
 
 
-def test_the_moving_average_of_two_processes_is_that_of_one(tmp_path):
+def test_the_moving_average_of_two_processes_is_that_of_one(run_of):
     settings = [*RUN, "method=base", "train.ema=0.9", "data.randaugment=1", "data.erasing=0.5"]
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert train(one, settings) == {0}, log_of(one).read_text()
-    assert train(two, settings, world=2) == {0}, log_of(two).read_text()
+    one, two = run_of(*settings), run_of(*settings, world=2)
     assert_same_curve(one, two)
     ours, theirs = (load_file(out / "best" / "model.safetensors") for out in (two, one))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
@@ -77,24 +62,21 @@ BATCH_NORM = ["train.epochs=1", "train.batch_size=117", "train.log_every=1", "op
 
 
 @pytest.mark.parametrize(("method", "accumulate"), [("base", 1), ("cs-kd", 4), ("beta-ls", 4)])
-def test_synchronized_batch_norm_gives_the_curve_of_one(method, accumulate, tmp_path):
+def test_synchronized_batch_norm_gives_the_curve_of_one(method, accumulate, run_of):
     settings = [*BATCH_NORM, f"method={method}", f"train.accumulate={accumulate}"]
     together = [*settings, "train.sync_batchnorm=true"]
-    one, two, apart = tmp_path / "one", tmp_path / "two", tmp_path / "apart"
-    assert train(one, together) == {0}, log_of(one).read_text()
-    assert train(two, together, world=2) == {0}, log_of(two).read_text()
+    one, two = run_of(*together), run_of(*together, world=2)
     # At most 4e-7, but 1.3e-5 where rounding decides which input a max-pool takes (seen with AVX2).
     assert losses(two) == pytest.approx(losses(one), rel=5e-5)
     assert "note: each process computes batch norm" not in log_of(two).read_text()
-    assert train(apart, settings, world=2) == {0}
+    apart = run_of(*settings, world=2)
     assert losses(apart) != pytest.approx(losses(one), rel=5e-4)
     assert "note: each process computes batch norm" in log_of(apart).read_text()
 
 
-def test_accumulation_changes_nothing(one, tmp_path):
-    pieces, settings = tmp_path / "pieces", [*RUN, "method=ls", "train.accumulate=3"]
-    assert train(pieces, settings, world=2) == {0}, log_of(pieces).read_text()
-    assert_same_curve(one("ls"), pieces)
+def test_accumulation_changes_nothing(run_of):
+    ls = [*RUN, "method=ls"]
+    assert_same_curve(run_of(*ls), run_of(*ls, "train.accumulate=3", world=2))
 
 
 def test_torchrun_starts_it_and_the_first_process_prints(tmp_path):

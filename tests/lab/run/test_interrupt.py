@@ -18,11 +18,9 @@ RUN = ["train.epochs=40", "train.eval_every=20", "train.log_every=1", "train.bat
 LINE = "labo: interrupted; the same command continues the run"
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    out = tmp_path_factory.mktemp("whole") / "run"
-    assert train(out, RUN) == {0}
-    return outcome(out)
+@pytest.fixture
+def whole(run_of):
+    return outcome(run_of(*RUN))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

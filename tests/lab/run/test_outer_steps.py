@@ -23,25 +23,17 @@ RUN += ["method=labo", "method.warmup_steps=2"]
 STEPS, EPOCH = "method.outer_steps=3", "method.refresh=epoch"
 
 
-def curve(out, settings, world=1):
-    assert train(out, settings, world) == {0}, log_of(out).read_text()
-    return losses(out)
-
-
-def test_a_batch_is_used_for_every_outer_step(tmp_path):
+def test_a_batch_is_used_for_every_outer_step(run_of):
     """Without learning all updates on a batch have the loss of that batch."""
     still = [*RUN, "optim.lr=1e-12"]
-    once = curve(tmp_path / "once", still)
-    often = curve(tmp_path / "often", [*still, STEPS])
-    expected = [loss for loss in once for _ in range(3)]
+    once, often = run_of(*still), run_of(*still, STEPS)
+    expected = [loss for loss in losses(once) for _ in range(3)]
     # The batches of the first epoch, with and without warm-up; then that of the second.
-    torch.testing.assert_close(often, expected[:17], rtol=1e-6, atol=0)
-    log = log_of(tmp_path / "often").read_text()
+    torch.testing.assert_close(losses(often), expected[:17], rtol=1e-6, atol=0)
+    log = log_of(often).read_text()
     assert "15 steps per epoch" in log
     assert "each batch is used for 3 updates in a row, and an epoch has 15 steps" in log
-    assert [line["epoch"] for line in metrics(tmp_path / "often") if "loss" in line] == (
-        [1] * 15 + [2] * 2
-    )
+    assert [line["epoch"] for line in metrics(often) if "loss" in line] == ([1] * 15 + [2] * 2)
 
 
 @pytest.mark.parametrize("kind", ["logits", "states"])
@@ -73,18 +65,15 @@ def test_the_outputs_of_the_first_update_are_held(kind):
 
 
 @pytest.mark.parametrize(("held", "world"), [(STEPS, 1), (STEPS, 2), (EPOCH, 2)])
-def test_a_run_killed_within_an_outer_loop_continues_exactly(held, world, tmp_path):
-    settings = [*RUN, held]
-    assert train(tmp_path / "whole", settings, world) == {0}
-    out = tmp_path / "killed"
+def test_a_run_killed_within_an_outer_loop_continues_exactly(held, world, run_of, tmp_path):
+    settings, out = [*RUN, held], tmp_path / "killed"
     assert -signal.SIGKILL in train(out, settings, world, ("step", 9))
     state = json.loads((max((out / "checkpoints").iterdir()) / "state.json").read_text())
     assert state["step"] == (6 if held == STEPS else 8)
     assert train(out, settings, world) == {0}, log_of(out).read_text()
-    assert outcome(out) == outcome(tmp_path / "whole")
+    assert outcome(out) == outcome(run_of(*settings, world=world))
     if world == 2:
-        one = curve(tmp_path / "one", settings)
-        torch.testing.assert_close(losses(out), one, rtol=2e-5, atol=1e-6)
+        torch.testing.assert_close(losses(out), losses(run_of(*settings)), rtol=2e-5, atol=1e-6)
 
 
 def test_both_at_once_are_refused(tmp_path):

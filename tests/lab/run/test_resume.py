@@ -31,11 +31,9 @@ def test_a_run_killed_as_it_starts(kill, tmp_path):
     assert train(out, ["train.epochs=1"]) == {0}, log_of(out).read_text()
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    out = tmp_path_factory.mktemp("whole") / "run"
-    assert train(out, RUN) == {0}
-    return out
+@pytest.fixture
+def whole(run_of):
+    return run_of(*RUN)
 
 
 @pytest.fixture(scope="module")
