@@ -11,10 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 import lab_runs
-from labo.lab import train
 from labo.lab.average import average_models
 from labo.lab.errors import RequestError
-from labo.lab.recipes import load_recipe
 from labo.lab.run.checkpoint import KeptModel
 from labo.lab.selection import ranked
 
@@ -22,11 +20,9 @@ SETTINGS = ["train.epochs=5", "train.batch_size=300", "train.select=accuracy", "
 SETTINGS += ["train.keep_best=2", "train.keep_last=1"]
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    path = tmp_path_factory.mktemp("run") / "run"
-    train(load_recipe("digits", SETTINGS), path, test=False)
-    return path
+@pytest.fixture
+def finished(run_of):
+    return run_of(*SETTINGS)
 
 
 def test_the_best_and_the_last_are_kept(finished):

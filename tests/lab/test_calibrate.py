@@ -30,7 +30,7 @@ from labo.lab.tasks import find_task, load_model
 from labo.lab.translation.export import export
 from labo.lab.translation.translate import ModelFolder, Translator, translate_stream
 
-IMAGES = ["digits", "method=ls", "model.name=plain", "train.epochs=2"]
+IMAGES = ["method=ls", "model.name=plain", "train.epochs=2"]
 TEXT = ["cldr", "method=ls", "data.size=400", "data.vocabulary=400", "model.width=16"]
 TEXT += ["model.ffn=32", "model.heads=2", "model.positions=128", "model.dropout=0.0"]
 TEXT += ["model.encoder_layers=1", "model.decoder_layers=1", "train.batch_tokens=256"]
@@ -52,9 +52,9 @@ def trained(out: Path, settings: list[str], cache: Path) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def images(tmp_path_factory, cache):
-    return trained(tmp_path_factory.mktemp("images") / "run", IMAGES, cache)
+@pytest.fixture
+def images(run_of):
+    return run_of(*IMAGES)
 
 
 @pytest.fixture(scope="module")

@@ -95,7 +95,7 @@ def find_function(key: str, reference: str) -> Callable[..., Any]:
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:  # the module is not ours
-        reason = f"importing it failed: {_line(error)}"
+        reason = f"importing it failed: {in_a_line(error)}"
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{module_name}.".startswith(f"{missing}."):
             reason = f"there is no module {missing}, neither installed nor in {os.getcwd()}"
@@ -136,7 +136,7 @@ def call_function(
     except RequestError:
         raise
     except Exception as error:  # the function is not ours
-        raise RequestError(f"{key}: {reference} failed: {_line(error)}") from error
+        raise RequestError(f"{key}: {reference} failed: {in_a_line(error)}") from error
 
 
 def function_version(key: str, reference: str) -> str:
@@ -160,5 +160,6 @@ def function_version(key: str, reference: str) -> str:
     return sha256(file)[:12]
 
 
-def _line(error: Exception) -> str:
+def in_a_line(error: Exception) -> str:
+    """The kind of an error that is not ours, and the first line of what it says."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

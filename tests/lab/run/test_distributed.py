@@ -74,9 +74,9 @@ def test_synchronized_batch_norm_gives_the_curve_of_one(method, accumulate, run_
     assert "note: each process computes batch norm" in log_of(apart).read_text()
 
 
-def test_accumulation_changes_nothing(run_of):
-    ls = [*RUN, "method=ls"]
-    assert_same_curve(run_of(*ls), run_of(*ls, "train.accumulate=3", world=2))
+def test_accumulation_changes_nothing(run_of, base_run):
+    labo = [*RUN, *settings_of("labo", base_run)]
+    assert_same_curve(run_of(*labo), run_of(*labo, "train.accumulate=3", world=2))
 
 
 def test_torchrun_starts_it_and_the_first_process_prints(tmp_path):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..._names import unknown_name
 from .. import config
-from ..custom import call_function, function_version, is_reference
+from ..custom import call_function, function_version, in_a_line, is_reference
 from ..errors import RequestError
 from ..methods import METHODS
 from ..pretrained import (
@@ -430,10 +430,9 @@ class ImageTask(Task):
             try:
                 logits = model.eval()(images)
             except Exception as error:  # the model is not ours
-                reason = str(error).strip().partition("\n")[0]
+                shape = tuple(images.shape)
                 raise RequestError(
-                    f"model.name: {name} fails on images of shape {tuple(images.shape)}: "
-                    f"{type(error).__name__}: {reason}"
+                    f"model.name: {name} fails on images of shape {shape}: {in_a_line(error)}"
                 ) from error
         model.train()
         wanted, returned = (len(images), self.num_classes), f"a {type(logits).__name__}"
