@@ -280,7 +280,7 @@ def test_the_seeds_of_a_comparison_may_begin_anywhere(tmp_path):
     assert comparison.grow()
     assert named(comparison)[2:] == ["labo-tau1.2-s101", "labo-tau1.2-s102"]
     assert [run.recipe.seed for run in comparison.runs] == [100, 100, 101, 102]
-    with pytest.raises(RequestError, match="--first-seed -1: a seed is 0 or more"):
+    with pytest.raises(RequestError, match="--first-seed: should be greater than or equal"):
         tiny(tmp_path, ["labo"], first_seed=-1)
 
 
@@ -538,7 +538,7 @@ GRID = ("digits", "--grid", "labo.tau=1.1,1.2")
         (["digits", "--methods", "labo:tau"], "write NAME:HYPER=VALUE"),
         (["digits", "--methods", "ls,kd"], "kd learns from another run: add base"),
         (["digits", "--methods", "kd", "--teacher", "nowhere"], "nowhere is no run"),
-        (["digits", "--seeds", "0"], "--seeds 0: at least one seed"),
+        (["digits", "--seeds", "0"], "--seeds: should be greater than or equal to 1, got 0"),
         (["digits", "--jobs", "0"], "--jobs: should be greater than or equal to 1, got 0"),
         (["digits", "--address", "auto"], "--address is that of a Ray cluster: add --engine ray"),
         (["digits", "--engine", "ray", "--jobs", "2"], "--jobs: Ray runs as many at once as"),
