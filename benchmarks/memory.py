@@ -1,4 +1,4 @@
-"""Extra peak memory of one contender, in a fresh process: ``python -m benchmarks.memory``.
+"""Extra peak memory of one contender, in a fresh process.
 
 Extra memory is the peak of the process beyond the memory it held before and the gradients that
 remain: the logits and everything computed from them.
@@ -6,14 +6,16 @@ remain: the logits and everything computed from them.
 
 from __future__ import annotations
 
-import argparse
-import subprocess
-import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import TypeVar
 
 import torch
 
 from .contenders import Work, distillation, linear_losses
+
+_T = TypeVar("_T")
 
 
 def _status(key: str) -> int:
@@ -27,7 +29,7 @@ def _work(name: str, rows: int, width: int, classes: int) -> Work:
         found = contenders(rows, width, classes, names=(name,))
         if found:
             return found[name]
-    raise SystemExit(f"no contender {name}")
+    raise ValueError(f"no contender {name}")
 
 
 def extra_at_peak(run: Callable[[], object]) -> int:
@@ -39,7 +41,7 @@ def extra_at_peak(run: Callable[[], object]) -> int:
     return max(0, _status("VmHWM") - before)
 
 
-def measure(name: str, rows: int, width: int, classes: int) -> int:
+def extra_bytes(name: str, rows: int, width: int, classes: int) -> int:
     """Extra bytes at the peak of one forward + backward, in this process."""
     # Once at a tiny size: libraries, thread pools and compiled code are not measured.
     _work(name, 8, width, 64)()
@@ -49,18 +51,7 @@ def measure(name: str, rows: int, width: int, classes: int) -> int:
     return max(0, extra_at_peak(work) - 4 * width * (rows + classes))
 
 
-def in_fresh_process(name: str, rows: int, width: int, classes: int) -> int:
-    """The same in a new process."""
-    command = [sys.executable, "-m", "benchmarks.memory", name, *map(str, (rows, width, classes))]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    return int(run.stdout)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name")
-    for size in ("rows", "width", "classes"):
-        parser.add_argument(size, type=int)
-    arguments = parser.parse_args()
-    torch.set_num_threads(2)
-    print(measure(arguments.name, arguments.rows, arguments.width, arguments.classes))
+def in_fresh_process(measure: Callable[..., _T], *arguments: object) -> _T:
+    """What a function returns in a new process with two threads."""
+    with ProcessPoolExecutor(1, get_context("spawn"), torch.set_num_threads, (2,)) as process:
+        return process.submit(measure, *arguments).result()
