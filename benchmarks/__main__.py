@@ -24,8 +24,7 @@ import labo
 from labo.lab.run.distributed import device_name
 
 from . import contenders, huggingface, images, parallel, training, translation
-from .memory import extra_bytes, in_fresh_process
-from .race import race
+from .measure import extra_bytes, in_fresh_process, race
 
 HERE = Path(__file__).parent
 ASSETS = HERE.parent / "docs" / "assets"

@@ -17,7 +17,7 @@ import torch
 
 import labo
 
-from .memory import extra_at_peak
+from .measure import extra_at_peak
 
 
 class Size(NamedTuple):

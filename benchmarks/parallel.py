@@ -18,7 +18,7 @@ from torch.multiprocessing.spawn import start_processes
 import labo
 
 from .contenders import Work, backward
-from .race import race, seconds_of
+from .measure import race, seconds_of
 
 COLUMNS, ROWS = "columns split", "rows split"
 
