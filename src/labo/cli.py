@@ -484,16 +484,13 @@ def reproduce(
         print(command.describe(plan))
         return
     command.require(plan)
-    tables, failures = command.reproduce(exhibit, plan, setup)
+    tables, failures = command.reproduce(plan, setup)
     _conclude("\n".join(map(_shown, tables)), failures)
 
 
-@app.command(rich_help_panel=_TRAINING)
+@app.command(cls=_options_of("compare.setup:Setup"), rich_help_panel=_TRAINING)
 def demo(
-    jobs: Annotated[
-        int | None,
-        typer.Option(min=1, help="Runs at the same time. Default: one per GPU, or per core."),
-    ] = None,
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder of the runs and the report.")] = Path(
         "runs/demo"
     ),
@@ -501,7 +498,7 @@ def demo(
     """Train base, LS and LABO on built-in images and phrases, and write a report."""
     from .lab.demo import demo as run_demo
 
-    _conclude(*run_demo(out, jobs))
+    _conclude(*run_demo(out, context.obj))
 
 
 PreparedOut = Annotated[Path, typer.Argument(help="Folder to write.")]
