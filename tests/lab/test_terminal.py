@@ -8,7 +8,8 @@ import json
 import pytest
 from rich.console import Console
 
-from labo.cli import _print_scores, _print_signatures, main
+from command import labo
+from labo.cli import _print_scores, _print_signatures
 from labo.lab.errors import printable
 from labo.lab.images.predict import Prediction, write_predictions
 from labo.lab.run.progress import Display, ProgressBars
@@ -82,10 +83,9 @@ def test_sentences_and_notes_of_prepared_text_are_escaped(tmp_path, capsys):
 def test_a_run_killed_before_its_first_model_is_called_unfinished(tmp_path, capsys, command):
     (tmp_path / "recipe.yaml").write_text("task: image_classification\n")
     more = {"predict": [__file__], "export": ["--out", str(tmp_path / "x")]}.get(command, [])
-    with pytest.raises(SystemExit) as end:
-        main([command, str(tmp_path), *more])
-    assert end.value.code == 2
-    assert capsys.readouterr().err == (
+    ended = labo(capsys, command, tmp_path, *more)
+    assert ended.status == 2
+    assert ended.err == (
         f"labo: {tmp_path} is unfinished: the command that started it continues it (it has no "
         "best/config.json yet)\n"
     )
