@@ -100,9 +100,9 @@ class Comparison:
     recipe: str
     plain: Recipe  # the recipe with the overrides
     overrides: tuple[str, ...]
-    request: Request  # what was asked for; as rows and as axes of the grid:
-    variants: Sequence[MethodSpec]
-    grid: Sequence[GridAxis]
+    request: Request  # what was asked for
+    variants: Sequence[MethodSpec]  # its rows
+    grid: Sequence[GridAxis]  # its axes
     out: Path
     teacher: PlannedRun | str | None = None  # of all students; else each has one of its seed
     # Those known so far; :meth:`grow` adds to them
