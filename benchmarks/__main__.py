@@ -24,8 +24,7 @@ import labo
 from labo.lab.run.distributed import device_name
 
 from . import contenders, huggingface, images, parallel, training, translation
-from .memory import in_fresh_process
-from .race import race
+from .measure import extra_bytes, in_fresh_process, race
 
 HERE = Path(__file__).parent
 ASSETS = HERE.parent / "docs" / "assets"
@@ -47,6 +46,12 @@ class Row:
     def ratio(self) -> float:
         return self.value / self.rival_value if self.rival_value else float("inf")
 
+    @property
+    def numbers(self) -> list[str]:
+        """Both values, their ratio and the target, as they are shown."""
+        shown = [f"{x:.3g} {self.unit}" for x in (self.value, self.rival_value)]
+        return [*shown, f"{self.ratio:.2f}", "" if self.goal is None else f"{self.goal:.2f}"]
+
 
 Pairs = Sequence[tuple[str, str, float | None]]  # labo, a rival, the target
 
@@ -57,6 +62,11 @@ def _compare(work: str, times: dict[str, float], pairs: Pairs) -> list[Row]:
         for ours, rival, goal in pairs
         if ours in times and rival in times
     ]
+
+
+def _extra_mib(measure: Callable[..., int], *arguments: object) -> float:
+    """What a function measures in a process of its own, in MiB."""
+    return in_fresh_process(measure, *arguments) / 2**20
 
 
 def _of_many_calls(work: dict[str, contenders.Work], calls: int, turns: int) -> dict[str, float]:
@@ -181,7 +191,7 @@ def distilling(smoke: bool) -> list[Row]:
         ("labo.linear_loss JSD", "torch linear + JSD", 0.80),
     ]
     rows = _compare(f"distillation, N={n} D={d} V={v}", times, pairs)
-    used = {name: in_fresh_process(name, n, d, v) / 2**20 for name in times}
+    used = {name: _extra_mib(extra_bytes, name, n, d, v) for name in times}
     work = f"distillation, extra memory, N={n} D={d} V={v}"
     return rows + [
         Row(work, ours, rival, used[ours], used[rival], "MiB", 0.15) for ours, rival, _ in pairs
@@ -193,7 +203,7 @@ def linear_memory(smoke: bool) -> list[Row]:
     names = ["labo.linear_loss LABO", "labo.linear_loss LABO, metrics"]
     names += ["labo.linear_loss LS", "torch linear + LS"]
     names += ["torch linear_cross_entropy (CE)"]
-    used = {name: in_fresh_process(name, n, d, v) / 2**20 for name in names}
+    used = {name: _extra_mib(extra_bytes, name, n, d, v) for name in names}
     rows = []
     for ours in names[:3]:
         for rival, goal in (("torch linear + LS", 0.10), ("torch linear_cross_entropy (CE)", 1.0)):
@@ -207,7 +217,7 @@ def linear_growth(smoke: bool) -> list[Row]:
     d, v = (16, 256) if smoke else (128, 16384)
     sizes = (32, 64) if smoke else (4096, 8192, 16384, 32768, 65536)
     name = "labo.linear_loss LABO"
-    memory = {n: in_fresh_process(name, n, d, v) / 2**20 for n in sizes}
+    memory = {n: _extra_mib(extra_bytes, name, n, d, v) for n in sizes}
     per_token = {}
     for n in sizes:
         work = contenders.linear_losses(n, d, v, names=(name,))
@@ -240,7 +250,7 @@ def language_model(smoke: bool) -> list[Row]:
     """A training step of a causal model of transformers, with and without a fused head."""
     size = huggingface.SMOKE if smoke else huggingface.FULL
     names = list(huggingface.CONTENDERS)
-    memory = {name: huggingface.in_fresh_process(name, size) / 2**20 for name in names}
+    memory = {name: _extra_mib(huggingface.extra_bytes, name, size) for name in names}
     times = race(huggingface.steps(names, size), 1 if smoke else 5)
     work = f"Llama, {size.batch * size.length} tokens, V={size.vocabulary}"
     rows = []
@@ -258,13 +268,16 @@ def language_model(smoke: bool) -> list[Row]:
 def _evaluation(size: huggingface.Size) -> list[Row]:
     """Extra memory of ``Trainer.evaluate``, beside a training step and the model's own."""
     work = f"evaluate, {size.batch * size.length} tokens, V={size.vocabulary}, extra memory"
-    fused = huggingface.in_fresh_process("fuse_head LABO", size, evaluate=True) / 2**20
+    fused = _extra_mib(huggingface.extra_bytes, "fuse_head LABO", size, True)
     rivals = {
-        "training step": (huggingface.in_fresh_process("fuse_head LABO", size), 1.2),
-        "transformers CE": (huggingface.in_fresh_process("transformers CE", size, True), None),
+        "training step": (_extra_mib(huggingface.extra_bytes, "fuse_head LABO", size), 1.2),
+        "transformers CE": (
+            _extra_mib(huggingface.extra_bytes, "transformers CE", size, True),
+            None,
+        ),
     }
     return [
-        Row(work, "fuse_head LABO", rival, fused, used / 2**20, "MiB", goal)
+        Row(work, "fuse_head LABO", rival, fused, used, "MiB", goal)
         for rival, (used, goal) in rivals.items()
     ]
 
@@ -273,14 +286,18 @@ def lab_training(smoke: bool) -> list[Row]:
     """Steps of ``labo train`` beside those of the Hugging Face Trainer and of a plain loop."""
     size = training.SMOKE if smoke else training.FULL
     rows = []
+
+    def seconds_per_step(turn: training.Turn) -> float:
+        return turn(size.steps) / size.steps
+
     with training.language_model(size) as turns:
-        times = training.take_turns(turns, size.steps, size.turns)
+        times = race(turns, size.turns, seconds_per_step)
         work = f"lab, Llama, {size.tokens} tokens, V={size.vocabulary}"
         goal = 1 / 1.2
         pairs = [(ours, "Trainer CE", goal) for ours in ("labo train CE", "labo train LABO")]
         rows += _compare(work, times, [*pairs])
     with training.vision_transformer(size) as turns:
-        times = training.take_turns(turns, size.steps, size.turns)
+        times = race(turns, size.turns, seconds_per_step)
         work = f"lab, ViT-Lite, {size.images} images"
         rows += _compare(work, times, [("labo train LS", "plain loop LS", 1.02)])
     return rows
@@ -289,7 +306,7 @@ def lab_training(smoke: bool) -> list[Row]:
 def reading_images(smoke: bool) -> list[Row]:
     """Processor time per image file; of tiny images nearly all of it is the interpreter's."""
     with images.contenders(smoke) as turns:
-        times = images.seconds_per_image(turns, 1 if smoke else 5)
+        times = race(turns, 1 if smoke else 5, images.seconds_per_image)
     times["2,500 images/s"] = images.SECONDS_OF_INTERPRETER
     pairs = [("labo", "DataLoader", 1.0), ("labo, 16 x 16 pixels", "2,500 images/s", 1.0)]
     return _compare("image files, processor time per image", times, pairs)
@@ -339,7 +356,7 @@ def against_vocabulary(smoke: bool) -> dict[str, bytes]:
     weights = ("torch linear + LS", "torch linear_cross_entropy (CE)", "labo.linear_loss LABO")
     memory = {
         name: [
-            (v, max(1.0, in_fresh_process(name, 16 if smoke else 2048, 64, v) / 2**20))
+            (v, max(1.0, _extra_mib(extra_bytes, name, 16 if smoke else 2048, 64, v)))
             for v in sizes
         ]
         for name in weights
@@ -387,10 +404,8 @@ def _table(rows: list[Row]) -> Table:
     for column in ("work", "labo", "rival", "labo", "rival", "ratio", "target"):
         table.add_column(column, justify="left" if column == "work" else "right")
     for row in rows:
-        goal = "" if row.goal is None else f"{row.goal:.2f}"
         style = "" if row.goal is None else "green" if row.ratio <= row.goal else "red"
-        values = (f"{x:.3g} {row.unit}" for x in (row.value, row.rival_value))
-        table.add_row(row.work, row.ours, row.rival, *values, f"{row.ratio:.2f}", goal, style=style)
+        table.add_row(row.work, row.ours, row.rival, *row.numbers, style=style)
     return table
 
 
@@ -398,9 +413,8 @@ def _markdown(rows: list[Row]) -> str:
     """The table for docs/performance.md."""
     lines = ["| work | labo | compared with | ratio | target |", "|---|---|---|---|---|"]
     for row in rows:
-        goal = "" if row.goal is None else f"{row.goal:.2f}"
-        ours, rival = (f"{x:.3g} {row.unit}" for x in (row.value, row.rival_value))
-        cells = (row.work, f"{row.ours}: {ours}", f"{row.rival}: {rival}", f"{row.ratio:.2f}", goal)
+        ours, rival, *rest = row.numbers
+        cells = (row.work, f"{row.ours}: {ours}", f"{row.rival}: {rival}", *rest)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -37,9 +37,15 @@ def torch_ls(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits, target, label_smoothing=0.1)
 
 
-def _forward_backward(loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> None:
-    loss(x, y).backward()
-    x.grad = None
+def backward(loss: Callable[[], Tensor], *leaves: Tensor) -> Work:
+    """A forward and backward pass, whose gradients are dropped."""
+
+    def run() -> None:
+        loss().backward()
+        for leaf in leaves:
+            leaf.grad = None
+
+    return run
 
 
 def _in_place(output: Tensor, target: Tensor) -> None:
@@ -67,7 +73,7 @@ def logits_losses(rows: int, classes: int, *, compiled: bool = True) -> dict[str
         losses["torch LS compiled"] = torch.compile(torch_ls)
         losses["naive LABO compiled"] = torch.compile(naive_labo)
     work: dict[str, Work] = {
-        name: partial(_forward_backward, loss, logits, target) for name, loss in losses.items()
+        name: backward(partial(loss, logits, target), logits) for name, loss in losses.items()
     }
     work["labo in place"] = partial(_in_place, output, target)
     work["allocate + copy"] = lambda: torch.empty_like(logits).copy_(logits.detach())
@@ -91,8 +97,8 @@ def gpu_losses(rows: int, classes: int) -> dict[str, Work]:
         losses |= {f"{name} compiled": torch.compile(loss) for name, loss in of_others.items()}
     # A copy, because some write over their logits.
     leaf = logits.requires_grad_()
-    work |= {name: partial(_forward_backward, loss, leaf, target) for name, loss in losses.items()}
-    return work
+    ours = {name: backward(partial(loss, leaf, target), leaf) for name, loss in losses.items()}
+    return work | ours
 
 
 def gpu_linear_losses(rows: int, width: int, classes: int) -> dict[str, Work]:
@@ -138,19 +144,22 @@ def rowwise_losses(rows: int, classes: int) -> dict[str, Work]:
     torch.manual_seed(0)
     logits = torch.randn(rows, classes, requires_grad=True)
     target = torch.randint(classes, (rows,))
-    losses = {name: build(classes) for name, build in ROWWISE.items()}
-    work: dict[str, Work] = {"torch LS": partial(_forward_backward, torch_ls, logits, target)}
-    for name, loss in losses.items():
-        work[name] = partial(_forward_backward, loss, logits, target)
-    return work
+    losses: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "torch LS": torch_ls,
+        **{name: build(classes) for name, build in ROWWISE.items()},
+    }
+    return {name: backward(partial(loss, logits, target), logits) for name, loss in losses.items()}
 
 
-def naive_kd(logits: Tensor, target: Tensor, teacher: Tensor, tau: float = 4.0) -> Tensor:
-    """Distillation as it is usually written, alpha = 0.9."""
-    soft = F.kl_div(
-        (logits / tau).log_softmax(-1), (teacher / tau).softmax(-1), reduction="batchmean"
-    )
-    return 0.1 * F.cross_entropy(logits, target) + 0.9 * tau**2 * soft
+def softened(logits: Tensor, teacher: Tensor, tau: float = 4.0) -> Tensor:
+    """tau² KL at temperature tau, as it is usually written."""
+    log_p, t = (logits / tau).log_softmax(-1), (teacher / tau).softmax(-1)
+    return tau**2 * F.kl_div(log_p, t, reduction="batchmean")
+
+
+def naive_kd(logits: Tensor, target: Tensor, teacher: Tensor) -> Tensor:
+    """Distillation, alpha = 0.9."""
+    return 0.1 * F.cross_entropy(logits, target) + 0.9 * softened(logits, teacher)
 
 
 def naive_divergence(logits: Tensor, teacher: Tensor, divergence: str) -> Tensor:
@@ -167,22 +176,15 @@ def diverging(divergence: str) -> nn.Module:
     return labo.DistillationLoss(alpha=1.0, tau=1.0, divergence=divergence)
 
 
-def naive_standardized_kd(
-    logits: Tensor, target: Tensor, teacher: Tensor, tau: float = 4.0
-) -> Tensor:
+def naive_standardized_kd(logits: Tensor, target: Tensor, teacher: Tensor) -> Tensor:
     student, taught = (
-        (z - z.mean(-1, keepdim=True)) / (1e-7 + z.std(-1, keepdim=True)) / tau
-        for z in (logits, teacher)
+        (z - z.mean(-1, keepdim=True)) / (1e-7 + z.std(-1, keepdim=True)) for z in (logits, teacher)
     )
-    soft = F.kl_div(student.log_softmax(-1), taught.softmax(-1), reduction="batchmean")
-    return 0.1 * F.cross_entropy(logits, target) + 0.9 * tau**2 * soft
+    return 0.1 * F.cross_entropy(logits, target) + 0.9 * softened(student, taught)
 
 
-def naive_cs_kd(logits: Tensor, target: Tensor, teacher: Tensor, tau: float = 4.0) -> Tensor:
-    soft = F.kl_div(
-        (logits / tau).log_softmax(-1), (teacher / tau).softmax(-1), reduction="batchmean"
-    )
-    return F.cross_entropy(logits, target) + tau**2 * soft
+def naive_cs_kd(logits: Tensor, target: Tensor, teacher: Tensor) -> Tensor:
+    return F.cross_entropy(logits, target) + softened(logits, teacher)
 
 
 def naive_ps_kd(logits: Tensor, target: Tensor, past: Tensor, alpha: float = 0.8) -> Tensor:
@@ -248,12 +250,8 @@ def teacher_losses(rows: int, classes: int) -> dict[str, Work]:
         "plain 64 stored classes": lambda logits, target, _: naive_stored(logits, target, *stored),
         "torch LS": lambda logits, target, _: torch_ls(logits, target),
     }
-
-    def run(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        loss(logits, target, teacher).backward()
-        logits.grad = None
-
-    return {name: partial(run, loss) for name, loss in losses.items()}
+    given = logits, target, teacher
+    return {name: backward(partial(loss, *given), logits) for name, loss in losses.items()}
 
 
 def backend_pairs(rows: int, classes: int, dtype: torch.dtype = torch.float32) -> dict[str, Work]:
@@ -267,8 +265,8 @@ def backend_pairs(rows: int, classes: int, dtype: torch.dtype = torch.float32) -
 
     def add(name: str, build: Callable[..., nn.Module], *extra: Tensor) -> None:
         for impl in ("auto", "reference"):
-            run = partial(build(impl=impl), logits, target, *extra)
-            work[f"{name}, {impl}"] = partial(_run_backward, run, logits)
+            loss = partial(build(impl=impl), logits, target, *extra)
+            work[f"{name}, {impl}"] = backward(loss, logits)
 
     add("LABO", labo.LABOLoss)
     add("FL", partial(labo.FocalLoss, gamma=2.0))
@@ -278,11 +276,6 @@ def backend_pairs(rows: int, classes: int, dtype: torch.dtype = torch.float32) -
     add("KD", labo.DistillationLoss, teacher)
     add("stored classes", labo.TopKDistillationLoss, stored.indices, stored.values)
     return work
-
-
-def _run_backward(loss: Callable[[], Tensor], logits: Tensor) -> None:
-    loss().backward()
-    logits.grad = None
 
 
 def by_sums(classes: int) -> dict[str, nn.Module]:
@@ -301,14 +294,9 @@ def by_sums(classes: int) -> dict[str, nn.Module]:
 def linear_rowwise_losses(rows: int, width: int, classes: int) -> dict[str, Work]:
     """Output layer and row-wise losses, beside the matrix products alone."""
     x, weight, target = _linear_inputs(rows, width, classes)
-
-    def run(loss: nn.Module) -> None:
-        labo.linear_loss(x, weight, target, loss).backward()
-        x.grad = weight.grad = None
-
     work = {"three matrix products": three_products(x, weight)}
     for name, loss in by_sums(classes).items():
-        work[name] = partial(run, loss)
+        work[name] = backward(partial(labo.linear_loss, x, weight, target, loss), x, weight)
     return work
 
 
@@ -368,17 +356,12 @@ def linear_losses(
         )
 
     losses |= more or {}
-
-    def run(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        loss(x, weight, target).backward()
-        x.grad = weight.grad = None
-
     work: dict[str, Work] = {}
     if names is None:
         work["three matrix products"] = three_products(x, weight)
     for name, loss in losses.items():
         if names is None or name in names:
-            work[name] = partial(run, loss)
+            work[name] = backward(partial(loss, x, weight, target), x, weight)
     return work
 
 
@@ -386,14 +369,12 @@ def ignored_rows(rows: int, width: int, classes: int) -> dict[str, Work]:
     """Output layer and LABO where 60 % of the rows are ignored, as the prompts in fine-tuning."""
     x, weight, target = _linear_inputs(rows, width, classes)
     target[torch.randperm(rows)[: rows * 6 // 10]] = -100
-
-    def run(drop: bool) -> None:
-        options = labo.LinearLossOptions(drop_ignored=drop)
-        labo.linear_loss(x, weight, target, labo.LABOLoss(), options=options).backward()
-        x.grad = weight.grad = None
-
+    loss = partial(labo.linear_loss, x, weight, target, labo.LABOLoss())
     names = {"60 % ignored, dropped": True, "60 % ignored, kept": False}
-    return {name: partial(run, drop) for name, drop in names.items()}
+    return {
+        name: backward(partial(loss, options=labo.LinearLossOptions(drop_ignored=drop)), x, weight)
+        for name, drop in names.items()
+    }
 
 
 def distillation(
@@ -434,13 +415,10 @@ def distillation(
             labo.linear_loss, *given, diverging(divergence), teacher_logits=(hidden, head)
         )
         losses[f"torch linear + {name}"] = partial(eager_divergence, divergence)
-
-    def run(loss: Callable[[], Tensor]) -> None:
-        loss().backward()
-        x.grad = weight.grad = None
-
     return {
-        name: partial(run, loss) for name, loss in losses.items() if names is None or name in names
+        name: backward(loss, x, weight)
+        for name, loss in losses.items()
+        if names is None or name in names
     }
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from . import contenders, machine
-from .race import race
+from .measure import race
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 

@@ -8,8 +8,6 @@ step beyond the model, its gradients, and the memory that remains after a step o
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -19,7 +17,7 @@ import torch
 
 import labo
 
-from .memory import extra_at_peak
+from .measure import extra_at_peak
 
 
 class Size(NamedTuple):
@@ -44,10 +42,9 @@ CONTENDERS = {
 }
 
 
-def _model(name: str, size: Size) -> Any:
+def llama(size: Size) -> Any:
+    """The model, untrained."""
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    from labo.integrations.huggingface import fuse_head
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -59,8 +56,13 @@ def _model(name: str, size: Size) -> Any:
         max_position_embeddings=size.length,
         tie_word_embeddings=True,
     )
-    model = LlamaForCausalLM(config)
-    loss = CONTENDERS[name]
+    return LlamaForCausalLM(config)
+
+
+def _model(name: str, size: Size) -> Any:
+    from labo.integrations.huggingface import fuse_head
+
+    model, loss = llama(size), CONTENDERS[name]
     return fuse_head(model, loss()) if loss is not None and _is_fused(name) else model
 
 
@@ -110,23 +112,15 @@ def evaluation(name: str, size: Size) -> Callable[[int], None]:
 
 
 def steps(names: Iterable[str], size: Size) -> dict[str, Callable[[], None]]:
-    """Whole steps, for :func:`benchmarks.race.race`."""
+    """Whole steps."""
     return {name: partial(step(name, size), size.length) for name in names}
 
 
-def measure(name: str, size: Size, evaluate: bool = False) -> int:
+def extra_bytes(name: str, size: Size, evaluate: bool = False) -> int:
     """Extra bytes at the peak of one step or one evaluation, in this process."""
     run = evaluation(name, size) if evaluate else step(name, size)
     run(2)
     return extra_at_peak(lambda: run(size.length))
-
-
-def in_fresh_process(name: str, size: Size, evaluate: bool = False) -> int:
-    """The same in a new process."""
-    command = [sys.executable, "-m", "benchmarks.huggingface", name, *map(str, size)]
-    command += ["--evaluate"] if evaluate else []
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    return int(run.stdout)
 
 
 if __name__ == "__main__":
@@ -138,4 +132,4 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     torch.set_num_threads(2)
     sizes = Size(*(getattr(arguments, field) for field in Size._fields))
-    print(measure(arguments.name, sizes, arguments.evaluate))
+    print(extra_bytes(arguments.name, sizes, arguments.evaluate))

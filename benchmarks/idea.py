@@ -8,11 +8,13 @@ image, its prediction and the labels of cross entropy, label smoothing and LABO.
 
 from __future__ import annotations
 
+import io
 import sys
-from html import escape
 from pathlib import Path
 
+import matplotlib
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import labo
@@ -21,14 +23,7 @@ from labo.lab.images.digits import read_digits
 
 OUT = Path(__file__).parent.parent / "docs" / "assets" / "idea.svg"
 IMAGE = 821
-WIDTH, HEIGHT = 710, 306
-LEFT, TOP, CELL = 290, 20, 16  # left edge of the bars, top margin, size of a pixel of the image
-ROW, BAR, TALL = 70, 40, 40  # height of a row, distance between bars, height of a bar of 1.0
-# The background is part of the picture: it looks the same on light and dark pages.
-STYLE = (
-    "<style>text{fill:#222}.soft{fill:#666}.axis{stroke:#bbb}.label{fill:#4477aa}"
-    ".guess{fill:#999}.true{font-weight:bold}.paper{fill:#fff;stroke:#bbb}</style>"
-)
+LABEL, GUESS = "#4477aa", "#999999"
 
 
 def predict(x: Tensor, y: Tensor) -> Tensor:
@@ -46,77 +41,52 @@ def predict(x: Tensor, y: Tensor) -> Tensor:
     return logits
 
 
-def bars(row: int, title: str, note: str, values: Tensor, kind: str, target: int) -> list[str]:
-    """A row of bars, one per class, with values of 0.005 or more above them."""
-    base = TOP + ROW * row + TALL + 4
-    parts = [
-        f'<text x="{LEFT - 12}" y="{base - 18}" text-anchor="end">{escape(title)}</text>',
-        f'<text class="soft" x="{LEFT - 12}" y="{base - 3}" text-anchor="end" font-size="11">'
-        f"{escape(note)}</text>",
-        f'<line class="axis" x1="{LEFT}" x2="{LEFT + 10 * BAR}" y1="{base}" y2="{base}"/>',
-    ]
-    for k, value in enumerate(values.tolist()):
-        x, height = LEFT + BAR * k, TALL * value
-        parts.append(
-            f'<rect class="{kind}" x="{x + 8}" y="{base - height:.1f}" width="{BAR - 16}" '
-            f'height="{height:.1f}"/>'
-        )
-        if value >= 0.005:
-            weight = "true" if k == target else "soft"
-            parts.append(
-                f'<text class="{weight}" x="{x + BAR // 2}" y="{base - height - 3:.1f}" '
-                f'text-anchor="middle" font-size="10">{value:.2f}</text>'
-            )
-    return parts
-
-
 def draw(image: Tensor, target: int, logits: Tensor) -> str:
-    """The picture as SVG."""
+    """The picture as SVG. Its background is part of it: it looks the same on light and dark pages.
+
+    Each row has a bar per class, with values of 0.005 or more above them.
+    """
     label = torch.tensor(target)
     alpha = float(smoothing.adaptive_alpha(logits))
-    tempered = smoothing.tempered(logits, 1.25)
+    uniform, tempered = smoothing.uniform(logits), smoothing.tempered(logits, 1.25)
     rows = [
-        ("prediction", "output p of the model", logits.softmax(-1), "guess"),
-        ("cross entropy", "one-hot label", nn.functional.one_hot(label, 10), "label"),
+        ("prediction", "output p of the model", logits.softmax(-1)),
+        ("cross entropy", "one-hot label", smoothing.smoothed_target(label, uniform, 0.0)),
         (
             "label smoothing",
             "mass 0.1, spread evenly",
-            smoothing.smoothed_target(label, smoothing.uniform(logits), 0.1),
-            "label",
+            smoothing.smoothed_target(label, uniform, 0.1),
         ),
         (
             "LABO",
             f"mass {alpha:.2f}, spread as softmax(z / 1.25)",
             smoothing.smoothed_target(label, tempered, alpha),
-            "label",
         ),
     ]
+    picture = io.BytesIO()
+    look = {"svg.fonttype": "none", "svg.hashsalt": "labo", "axes.edgecolor": "#bbb"}
+    with matplotlib.rc_context(look):
+        drawing = Figure(figsize=(9.8, 4.2), edgecolor="#bbb", linewidth=2)
+        pixels = drawing.add_axes((0.03, 0.5, 0.18, 0.42))
+        pixels.pcolormesh(image.view(8, 8).flipud(), cmap="Greys", vmin=0, vmax=1, edgecolor="face")
+        pixels.set(xticks=[], yticks=[], aspect="equal")
+        pixels.set_xlabel(f"image with label {target}", color="#666", labelpad=8)
+        for place, (title, note, values) in enumerate(rows):
+            axes = drawing.add_axes((0.41, 0.77 - 0.225 * place, 0.57, 0.17))
+            axes.spines[["left", "right", "top"]].set_visible(False)
+            axes.set(xlim=(-0.5, 9.5), ylim=(0, 1.2), yticks=[])
+            axes.tick_params(length=0, labelbottom=place == len(rows) - 1)
+            axes.set_xticks(range(10))
+            bars = axes.bar(range(10), values.tolist(), 0.6, color=LABEL if place else GUESS)
+            shown = [f"{value:.2f}" if value >= 0.005 else "" for value in values.tolist()]
+            axes.bar_label(bars, shown, padding=1, size=9)[target].set_fontweight("bold")
+            axes.text(-0.9, 0.45, title, ha="right", size=11)
+            axes.text(-0.9, 0.05, note, ha="right", size=9, color="#666")
+        axes.get_xticklabels()[target].set_fontweight("bold")
+        drawing.savefig(picture, format="svg", metadata={"Date": None})
     title = f"A handwritten {target} and its label under three losses"
-    side = 8 * CELL
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{title}" font-family="sans-serif" font-size="13">',
-        STYLE,
-        f'<rect class="paper" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="8"/>',
-        f'<rect class="paper" x="20" y="{TOP}" width="{side}" height="{side}"/>',
-    ]
-    for index, ink in enumerate(image.tolist()):
-        x, y = 20 + CELL * (index % 8), TOP + CELL * (index // 8)
-        parts.append(
-            f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" fill="#222" '
-            f'fill-opacity="{ink:.2f}"/>'
-        )
-    caption = f"image with label {target}"
-    parts.append(f'<text class="soft" x="20" y="{TOP + side + 18}">{caption}</text>')
-    for k in range(10):
-        weight = "true" if k == target else "soft"
-        parts.append(
-            f'<text class="{weight}" x="{LEFT + BAR * k + BAR // 2}" y="{TOP + 4 * ROW - 8}" '
-            f'text-anchor="middle">{k}</text>'
-        )
-    for row, (name, note, values, kind) in enumerate(rows):
-        parts += bars(row, name, note, values, kind, target)
-    return "\n".join([*parts, "</svg>\n"])
+    svg = picture.getvalue().decode()
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
 
 
 def main(arguments: list[str]) -> None:

@@ -109,13 +109,8 @@ def contenders(smoke: bool) -> Iterator[dict[str, Callable[[], int]]]:
         }
 
 
-def seconds_per_image(turns: dict[str, Callable[[], int]], rounds: int) -> dict[str, float]:
-    """Median seconds of processor time per image of each contender, in turn."""
-    times: dict[str, list[float]] = {name: [] for name in turns}
-    for round_ in range(rounds + 1):
-        for name, turn in turns.items():
-            began = _processor_time()
-            images = turn()
-            if round_:
-                times[name].append((_processor_time() - began) / images)
-    return {name: float(np.median(values)) for name, values in times.items()}
+def seconds_per_image(turn: Callable[[], int]) -> float:
+    """Seconds of processor time per image of a turn."""
+    began = _processor_time()
+    images = turn()
+    return (_processor_time() - began) / images

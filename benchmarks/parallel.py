@@ -6,19 +6,19 @@ logits. What vocabulary parallel adds is communication, and a second reading of 
 
 from __future__ import annotations
 
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 import labo
+
+from .contenders import Work, backward
+from .measure import race, seconds_of
 
 COLUMNS, ROWS = "columns split", "rows split"
 
@@ -48,39 +48,23 @@ def _process(rank: int, processes: int, folder: str, size: Size) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes)
     found = {
-        "loss on logits": _race(_logits(size, processes), size.rounds),
-        "output layer + loss": _race(_head(size, processes), max(1, size.rounds // 2)),
+        "loss on logits": race(_logits(size, processes), size.rounds, _together),
+        "output layer + loss": race(_head(size, processes), max(1, size.rounds // 2), _together),
     }
     if rank == 0:
         torch.save(found, Path(folder) / "found.pt")
     dist.destroy_process_group()
 
 
-def _race(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """As :func:`benchmarks.race.race`, with all processes starting each turn together."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for round_ in range(rounds + 1):
-        for name, contender in contenders.items():
-            dist.barrier()
-            start = time.perf_counter()
-            contender()
-            seconds = torch.tensor(time.perf_counter() - start)
-            dist.all_reduce(seconds, dist.ReduceOp.MAX)
-            if round_:
-                times[name].append(float(seconds))
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
+def _together(contender: Work) -> float:
+    """The seconds of the slowest process, when all start together."""
+    dist.barrier()
+    seconds = torch.tensor(seconds_of(contender))
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
 
 
-def _forward_backward(loss: Callable[..., Tensor], *leaves: Tensor) -> Callable[[], None]:
-    def run() -> None:
-        loss(*leaves).backward()
-        for leaf in leaves:
-            leaf.grad = None
-
-    return run
-
-
-def _logits(size: Size, processes: int) -> dict[str, Callable[[], object]]:
+def _logits(size: Size, processes: int) -> dict[str, Work]:
     torch.manual_seed(0)
     share = size.rows // processes, size.classes // processes
     target = torch.randint(size.classes, (size.rows,))
@@ -88,25 +72,20 @@ def _logits(size: Size, processes: int) -> dict[str, Callable[[], object]]:
     columns = torch.randn(size.rows, share[1], requires_grad=True)
     rows = torch.randn(share[0], size.classes, requires_grad=True)
     return {
-        COLUMNS: _forward_backward(lambda x: labo.parallel.logits_loss(x, target, loss), columns),
-        ROWS: _forward_backward(lambda x: loss(x, target[: share[0]]), rows),
+        COLUMNS: backward(partial(labo.parallel.logits_loss, columns, target, loss), columns),
+        ROWS: backward(partial(loss, rows, target[: share[0]]), rows),
     }
 
 
-def _head(size: Size, processes: int) -> dict[str, Callable[[], object]]:
+def _head(size: Size, processes: int) -> dict[str, Work]:
     torch.manual_seed(0)
     share = size.rows // processes, size.classes // processes
     target = torch.randint(size.classes, (size.rows,))
     loss: Any = labo.LABOLoss()
     hidden = torch.randn(size.rows, size.width)
     weight = torch.randn(size.classes, size.width) * 0.02
-    leaves = [hidden, weight[: share[1]], hidden[: share[0]], weight]
-    leaves = [x.clone().requires_grad_() for x in leaves]
-    return {
-        COLUMNS: _forward_backward(
-            lambda h, w: labo.parallel.linear_loss(h, w, target, loss), *leaves[:2]
-        ),
-        ROWS: _forward_backward(
-            lambda h, w: labo.linear_loss(h, w, target[: share[0]], loss), *leaves[2:]
-        ),
-    }
+    parts = [hidden, weight[: share[1]], hidden[: share[0]], weight]
+    all_rows, columns, rows, whole = (x.clone().requires_grad_() for x in parts)
+    of_columns = partial(labo.parallel.linear_loss, all_rows, columns, target, loss)
+    of_rows = partial(labo.linear_loss, rows, whole, target[: share[0]], loss)
+    return {COLUMNS: backward(of_columns, all_rows, columns), ROWS: backward(of_rows, rows, whole)}

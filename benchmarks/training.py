@@ -1,23 +1,23 @@
 """Training with the lab compared with the Hugging Face Trainer, and with a plain loop.
 
-All contenders of a race get the same batches in the same process. They take turns of a few steps;
-the median over the turns of the seconds per step is compared. The first turn is not counted.
+All contenders of a race get the same batches in the same process.
 """
 
 from __future__ import annotations
 
 import itertools
 import shutil
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
+
+from . import huggingface
 
 Turn = Callable[[int], float]  # steps -> seconds
 
@@ -37,18 +37,6 @@ class Size(NamedTuple):
 
 FULL = Size(32768, 256, 2, 1024, 4, 32, steps=1, turns=9)
 SMOKE = Size(2048, 16, 1, 256, 1, 8, steps=1, turns=1)
-
-
-def take_turns(contenders: Mapping[str, Turn], steps: int, turns: int) -> dict[str, float]:
-    """Median seconds per step of each contender."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    names = list(contenders)
-    for turn in range(turns + 1):
-        for name in names if turn % 2 else reversed(names):  # none always has the same before it
-            seconds = contenders[name](steps) / steps
-            if turn:
-                times[name].append(seconds)
-    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def _lab(recipe: Any, folder: Path) -> tuple[Any, Turn]:
@@ -75,7 +63,6 @@ def _lab(recipe: Any, folder: Path) -> tuple[Any, Turn]:
 @contextmanager
 def language_model(size: Size) -> Iterator[dict[str, Turn]]:
     """A Llama on the manual of Python, with more output rows than the tokenizer has types."""
-    from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
     from labo.lab.language_modeling.manual import manual_data
@@ -84,17 +71,8 @@ def language_model(size: Size) -> Iterator[dict[str, Turn]]:
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as place:
         start = Path(place) / "start"
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=size.vocabulary,
-            hidden_size=size.width,
-            intermediate_size=4 * size.width,
-            num_hidden_layers=size.layers,
-            num_attention_heads=4,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-        )
-        LlamaForCausalLM(config).save_pretrained(start)
+        dimensions = huggingface.Size(1, 256, size.width, size.layers, size.vocabulary)
+        huggingface.llama(dimensions).save_pretrained(start)
         settings = ["model.preset=null", f"model.pretrained={start}", "model.dropout=0"]
         settings += ["data.block=256", f"train.batch_tokens={size.tokens}", "optim.lr=1e-4"]
         plain = load_recipe("lm-manual", [*settings, "method=base"])

@@ -347,10 +347,9 @@ DECODING = {
 # ------------------------------------------------------------------ turns
 
 
-def take_turns(smoke: bool, *, steps: int = 12, turns: int = 3) -> dict[str, dict[str, Any]]:
+def take_turns(smoke: bool) -> dict[str, dict[str, Any]]:
     """For training and decoding: contender -> medians over its turns."""
-    if smoke:
-        steps, turns = 2, 1
+    steps, turns = (2, 1) if smoke else (12, 3)
     with tempfile.TemporaryDirectory() as folder:
         best = _model_folder(smoke, Path(folder))
         absent = set() if "JOEYNMT_PYTHON" in os.environ else {"JoeyNMT"}

@@ -152,44 +152,45 @@ Verify = Annotated[
 
 
 class _ModelCommand(TyperCommand):
-    """A command whose further options are the fields of a model, which is imported when needed.
+    """A command whose further options are the fields of models, which are imported when needed.
 
-    The context of the command has the model, filled in, as ``obj``; or, if it is not complete, a
-    dict of the values that are given.
+    The context of the command has the model, filled in, as ``obj``, or a list of several; or, if it
+    is not complete, a dict of the values that are given.
     """
 
-    name_of_model: ClassVar[str]  # module:class
+    names_of_models: ClassVar[tuple[str, ...]]  # module:class
     complete: ClassVar[bool]
 
     @cached_property
-    def _model(self) -> Any:
+    def _options(self) -> list[tuple[Any, list[Any]]]:
+        """Each model with its options."""
         from importlib import import_module
 
-        module, name = self.name_of_model.split(":")
-        return getattr(import_module(f"labo.lab.{module}"), name)
-
-    @cached_property
-    def _options(self) -> list[Any]:
         from .lab.command_options import command_options
 
-        return command_options(self._model)
+        homes = [name.split(":") for name in self.names_of_models]
+        models = [getattr(import_module(f"labo.lab.{module}"), name) for module, name in homes]
+        return [(model, command_options(model)) for model in models]
 
     def get_params(self, ctx: Any) -> list[Any]:
         first, *others = super().get_params(ctx)
-        return [first, *self._options, *others]
+        return [first, *(option for _, options in self._options for option in options), *others]
 
     def invoke(self, ctx: Any) -> Any:
         from .lab.command_options import validated
 
-        values = {option.name: ctx.params.pop(option.name) for option in self._options}
-        given = {name: value for name, value in values.items() if value not in (None, (), [])}
-        ctx.obj = validated(self._model, given) if self.complete else given
+        found = []
+        for model, options in self._options:
+            values = {option.name: ctx.params.pop(option.name) for option in options}
+            given = {name: value for name, value in values.items() if value not in (None, (), [])}
+            found.append(validated(model, given) if self.complete else given)
+        ctx.obj = found if len(found) > 1 else found[0]
         return super().invoke(ctx)
 
 
-def _options_of(model: str, *, complete: bool = True) -> type[_ModelCommand]:
-    """The class of a command with the options of a model, given as module:class."""
-    return type("_Command", (_ModelCommand,), {"name_of_model": model, "complete": complete})
+def _options_of(*models: str, complete: bool = True) -> type[_ModelCommand]:
+    """The class of a command with the options of models, each given as module:class."""
+    return type("_Command", (_ModelCommand,), {"names_of_models": models, "complete": complete})
 
 
 @app.command(rich_help_panel=_TRAINING)
@@ -323,43 +324,13 @@ def calibrate(
             print(f"{run / 'best'} has it folded in; scores and records are of the model before")
 
 
-@app.command(cls=_options_of("compare.setup:Setup"), rich_help_panel=_COMPARISON)
+@app.command(
+    cls=_options_of("compare.setup:Request", "compare.setup:Setup"), rich_help_panel=_COMPARISON
+)
 def compare(
     context: typer.Context,
     recipe: RecipeName,
     overrides: Overrides = None,
-    methods: Annotated[
-        str,
-        typer.Option(
-            help="Rows of the table, each with settings of its own, such as "
-            "base,ls,labo:tau=1.05:optim.lr=0.2."
-        ),
-    ] = "base,ls,labo",
-    seeds: Annotated[int, typer.Option(help="Runs per method. They use seeds 0, 1, 2, ...")] = 3,
-    first_seed: Annotated[int, typer.Option(help="The smallest seed.")] = 0,
-    grid: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Values of a hyper-parameter, such as labo.tau=1.15,1.25, or with equal ratios, "
-            "such as optim.lr=0.01..1@6. The best one on the validation split is reported. Can be "
-            "repeated."
-        ),
-    ] = None,
-    select_seeds: Annotated[
-        int | None,
-        typer.Option(
-            help="Seeds that select from the grid; only the selected values are run with the "
-            "others. Default: all."
-        ),
-    ] = None,
-    extend: Annotated[
-        bool,
-        typer.Option("--extend", help="Add values to a grid while the best one is at its edge."),
-    ] = False,
-    teacher: Annotated[
-        Path | None,
-        typer.Option(help="Run directory of the teacher of kd. Default: base with the same seed."),
-    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the runs. Default: runs/compare-RECIPE.")
     ] = None,
@@ -381,20 +352,9 @@ def compare(
     from .lab.compare.plan import plan as plan_runs
 
     out = out or Path("runs") / f"compare-{Path(recipe).stem}"
-    setup = context.obj
+    request, setup = context.obj
     setup.check()
-    comparison = plan_runs(
-        recipe,
-        methods.split(","),
-        seeds,
-        out,
-        overrides=overrides or (),
-        grid=grid or (),
-        select_seeds=select_seeds,
-        extend=extend,
-        first_seed=first_seed,
-        teacher=None if teacher is None else str(teacher),
-    )
+    comparison = plan_runs(recipe, out=out, overrides=overrides or (), **dict(request))
     if plan:
         for line in execute.missing_commands(comparison, setup, accept_data=accept_data):
             print(line)
@@ -524,16 +484,13 @@ def reproduce(
         print(command.describe(plan))
         return
     command.require(plan)
-    tables, failures = command.reproduce(exhibit, plan, setup)
+    tables, failures = command.reproduce(plan, setup)
     _conclude("\n".join(map(_shown, tables)), failures)
 
 
-@app.command(rich_help_panel=_TRAINING)
+@app.command(cls=_options_of("compare.setup:Setup"), rich_help_panel=_TRAINING)
 def demo(
-    jobs: Annotated[
-        int | None,
-        typer.Option(min=1, help="Runs at the same time. Default: one per GPU, or per core."),
-    ] = None,
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder of the runs and the report.")] = Path(
         "runs/demo"
     ),
@@ -541,7 +498,7 @@ def demo(
     """Train base, LS and LABO on built-in images and phrases, and write a report."""
     from .lab.demo import demo as run_demo
 
-    _conclude(*run_demo(out, jobs))
+    _conclude(*run_demo(out, context.obj))
 
 
 PreparedOut = Annotated[Path, typer.Argument(help="Folder to write.")]

@@ -10,6 +10,7 @@ from statistics import fmean
 from labo.lab import demo
 from labo.lab.analysis.task import find_analysis
 from labo.lab.compare.grid import read_methods
+from labo.lab.compare.setup import Setup
 from labo.lab.recipes import load_recipe
 from launched import Launcher
 from scripts import ROOT
@@ -28,7 +29,7 @@ def test_the_demo_ends_with_tables_a_report_and_what_to_try_next(tmp_path, monke
         ),
     }
     monkeypatch.setattr(demo, "PARTS", parts)
-    text, failures = demo.demo(tmp_path / "out", jobs=2)
+    text, failures = demo.demo(tmp_path / "out", Setup(jobs=2))
     assert failures == []
     assert len(launcher.started) == 10
     assert "digits: test split" in text

@@ -8,7 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
-from lab_runs import status
+from command import labo
 from labo.cli import _print_scores, _print_signatures
 from labo.lab.errors import printable
 from labo.lab.images.predict import Prediction, write_predictions
@@ -83,8 +83,9 @@ def test_sentences_and_notes_of_prepared_text_are_escaped(tmp_path, capsys):
 def test_a_run_killed_before_its_first_model_is_called_unfinished(tmp_path, capsys, command):
     (tmp_path / "recipe.yaml").write_text("task: image_classification\n")
     more = {"predict": [__file__], "export": ["--out", str(tmp_path / "x")]}.get(command, [])
-    assert status(command, tmp_path, *more) == 2
-    assert capsys.readouterr().err == (
+    ended = labo(capsys, command, tmp_path, *more)
+    assert ended.status == 2
+    assert ended.err == (
         f"labo: {tmp_path} is unfinished: the command that started it continues it (it has no "
         "best/config.json yet)\n"
     )

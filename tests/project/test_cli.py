@@ -9,6 +9,7 @@ import sys
 import pytest
 from typer.main import get_command
 
+from command import labo
 from labo import cli
 from labo._version import __version__
 from labo.cli import _status_and_message, app
@@ -29,9 +30,8 @@ def test_help_loads_nothing_heavy():
 def test_methods_of_a_task_are_listed_with_its_defaults(capsys):
     listed = {}
     for task in TASKS:
-        with pytest.raises(SystemExit, match="0"):
-            cli.main(["methods", "--task", task])
-        listed[task] = capsys.readouterr().out
+        status, listed[task], _ = labo(capsys, "methods", "--task", task)
+        assert status == 0
         names = {line.split()[0] for line in listed[task].splitlines()[1:] if line[1] != " "}
         assert names == set(methods_for(task))
     assert set().union(*map(methods_for, TASKS)) == set(METHODS)
@@ -41,13 +41,8 @@ def test_methods_of_a_task_are_listed_with_its_defaults(capsys):
 
 
 def test_version_and_groups(capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.main(["--version"])
-    assert end.value.code == 0
-    assert capsys.readouterr().out == f"labo {__version__}\n"
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
-    groups = re.findall(r"─ (\w[\w ]*) ─", capsys.readouterr().out)
+    assert labo(capsys, "--version") == (0, f"labo {__version__}\n", "")
+    groups = re.findall(r"─ (\w[\w ]*) ─", labo(capsys, "--help").out)
     assert groups == ["Options", "Data", "Training", "Comparison", "Use of a trained model"]
 
 
@@ -86,12 +81,10 @@ def test_help_is_in_whole_sentences(name):
 )
 def test_a_wrong_request_is_one_line_and_status_2(arguments, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(arguments)
-    printed = capsys.readouterr()
-    (line,) = printed.err.splitlines()
+    ended = labo(capsys, *arguments)
+    (line,) = ended.err.splitlines()
     assert re.search(said, line)
-    assert printed.out == ""
+    assert (ended.status, ended.out) == (2, "")
     assert not list(tmp_path.iterdir())
 
 
@@ -127,7 +120,4 @@ def test_an_error_of_the_disk_is_one_line(error, line, monkeypatch, capsys):
         raise error
 
     monkeypatch.setattr(cli, "app", fail)
-    with pytest.raises(SystemExit) as end:
-        cli.main(["report"])
-    assert end.value.code == 1
-    assert capsys.readouterr().err == f"labo: {line}\n"
+    assert labo(capsys, "report") == (1, "", f"labo: {line}\n")

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import analysis_runs
-from analysis_runs import write_lines
+from analysis_runs import sentence, write_lines
 
 BASE = {"name": "base"}
 LS = {"name": "ls", "alpha": 0.1}
@@ -95,45 +97,40 @@ def _results(
     return results if images else results | {"sacrebleu": {"bleu": BLEU, "chrf": "nc:6"}}
 
 
-def image_records(sure: float, rng: random.Random, count: int = 120) -> list[dict[str, Any]]:
-    records = []
-    for index in range(count):
-        label = index % 10
+def image_records(sure: float, rng: random.Random) -> list[dict[str, Any]]:
+    labels = np.arange(120) % 10
+    probabilities = np.empty((120, 10))
+    for row, label in zip(probabilities, labels, strict=True):
         shown = label if rng.random() < 0.9 else (label + 1) % 10
         top = min(0.99, max(0.2, rng.gauss(sure, 0.08)))
-        p = [(1 - top) / 9] * 10
-        p[shown] = top
-        record = {"index": index, "label": label, "prediction": shown, "confidence": top}
-        records.append({**record, "probabilities": p})
-    return records
+        row[:] = (1 - top) / 9
+        row[shown] = top
+    return analysis_runs.image_records(probabilities, labels)
 
 
-def translation_records(sure: float, rng: random.Random, copies: int = 10) -> list[dict[str, Any]]:
+def translation_records(sure: float, rng: random.Random) -> list[dict[str, Any]]:
+    def draw(n: int) -> list[float]:
+        return [round(min(0.999, max(0.01, rng.gauss(sure, 0.1))), 4) for _ in range(n)]
+
     records = []
-    for index, (source, reference) in enumerate(SENTENCES * copies):
+    for index, (source, reference) in enumerate(SENTENCES * 10):
         words = reference.split()
         said = [word for word in words if rng.random() < 0.93] or words
         tokens = [*(word if i == 0 else f"\u0120{word}" for i, word in enumerate(said)), "</s>"]
         truth = [*words, "</s>"]
-
-        def draw(n: int) -> list[float]:
-            return [round(min(0.999, max(0.01, rng.gauss(sure, 0.1))), 4) for _ in range(n)]
-
         right = [rng.random() < 0.8 for _ in truth]
         confidence = draw(len(truth))
         records.append(
-            {
-                "index": index,
-                "pair": "de-en",
-                "source": f"{source} ({index})",
-                "reference": reference,
-                "hypothesis": " ".join(said),
-                "source_tokens": source.split(),
-                "tokens": tokens,
-                "probabilities": draw(len(tokens)),
-                "score": -0.3,
-                "frequency": float(100 + 37 * index % 1000),
-                "forced": {
+            sentence(
+                reference,
+                " ".join(said),
+                index=index,
+                source=f"{source} ({index})",
+                source_tokens=source.split(),
+                tokens=tokens,
+                probabilities=draw(len(tokens)),
+                frequency=float(100 + 37 * index % 1000),
+                forced={
                     "tokens": truth,
                     "probabilities": [
                         c if r else 0.05 for c, r in zip(confidence, right, strict=True)
@@ -149,9 +146,8 @@ def translation_records(sure: float, rng: random.Random, copies: int = 10) -> li
                         "confidence": [c**0.5 for c in confidence],
                     },
                 },
-                "lengths": {"1": len(tokens), "5": len(tokens), "20": max(1, len(tokens) - 1)},
-                "reference_length": len(truth),
-            }
+                lengths={"1": len(tokens), "5": len(tokens), "20": max(1, len(tokens) - 1)},
+            )
         )
     return records
 

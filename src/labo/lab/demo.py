@@ -56,14 +56,14 @@ def comparisons(out: Path) -> list[Comparison]:
     ]
 
 
-def demo(out: Path, jobs: int | None = None) -> tuple[str, list[Failure]]:
-    """Run the demo in a folder, with so many runs at once.
+def demo(out: Path, setup: Setup | None = None) -> tuple[str, list[Failure]]:
+    """Run the demo in a folder.
 
     Returns what to print (the tables, the path of the report, what to try next, and what the
     numbers say), and the runs that failed.
     """
     planned = comparisons(out)
-    failures = carry_out(planned, out, Setup(jobs=jobs))
+    failures = carry_out(planned, out, setup)
     tables = [(comparison, tabulate(comparison)) for comparison in reversed(planned)]
     for comparison, table in tables:
         write_table(table, out / comparison.name)

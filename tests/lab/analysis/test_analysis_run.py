@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import json
 import math
-import pkgutil
 
 import numpy as np
 import pytest
@@ -14,7 +11,7 @@ import sacrebleu
 import torch
 
 from analysis_runs import drawn_images, image_records, sentence, write_lines, write_run
-from labo import cli
+from command import labo
 from labo.calibration import expected_calibration_error, fit_temperature
 from labo.lab import analysis
 from labo.lab.analysis import selective
@@ -22,17 +19,6 @@ from labo.lab.analysis.labels import TAUS
 from labo.lab.analysis.run import analyze_run, analyze_runs, load_analysis, write_analysis
 from labo.lab.analysis.views import underconfidence_interval
 from labo.lab.errors import RequestError
-
-MODULES = sorted(module.name for module in pkgutil.iter_modules(analysis.__path__))
-WITHOUT_EXAMPLES = {"classification", "collection", "printing", "task"}
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_doctests(name):
-    module = importlib.import_module(f"labo.lab.analysis.{name}")
-    result = doctest.testmod(module, extraglobs={"np": np, "math": math})
-    assert result.failed == 0
-    assert (result.attempted > 0) == (name not in WITHOUT_EXAMPLES)
 
 
 def image_run(path, *, sharpness=1.0, size=150, noise=0, splits=("valid", "test"), **run):
@@ -137,8 +123,8 @@ def test_the_area_after_logit_normalisation_is_shown(tmp_path, capsys):
     found = analyze_run(path)["splits"]
     assert found["test"]["logit_norm"] == {"p": best + 1, "aurc": pytest.approx(expected)}
     assert found["valid"]["logit_norm"] is None
-    assert analyze(path) == 0
-    printed = capsys.readouterr().out
+    status, printed, _ = labo(capsys, "analyze", path)
+    assert status == 0
     assert (
         f"; ranking by logits divided by their {best + 1}-norm changes its AURC from {before:.4f} "
         f"to {expected:.4f}\n"
@@ -352,20 +338,14 @@ def test_translations_are_compared_part_by_part(tmp_path):
 # ------------------------------------------------------------------ the command
 
 
-def analyze(*arguments):
-    with pytest.raises(SystemExit) as end:
-        cli.main(["analyze", *map(str, arguments)])
-    return end.value.code
-
-
 def test_the_command_writes_files_and_prints_tables(tmp_path, capsys):
     paths = [
         translation_run(tmp_path / f"{name}-{seed}", wrong=wrong, seed=seed, method={"name": name})
         for name, wrong in (("ls", 2), ("labo", 1))
         for seed in (0, 1)
     ]
-    assert analyze(*paths, "part_size=1") == 0
-    printed = capsys.readouterr().out
+    status, printed, _ = labo(capsys, "analyze", *paths, "part_size=1")
+    assert status == 0
     for path in paths:
         document = json.loads((path / "analysis.json").read_text())
         assert f"{path.name}: {document['splits']['test']['verdict']}\n" in printed
@@ -390,25 +370,20 @@ def test_wrong_requests_are_one_line_and_status_2(tmp_path, capsys):
             "(it has none)\n",
         ),
     ]:
-        assert analyze(*arguments) == 2
-        assert capsys.readouterr().err == line
+        assert labo(capsys, "analyze", *arguments) == (2, "", line)
     assert not (run / "analysis.json").exists()
-    assert analyze(translation_run(tmp_path / "t"), "part_size=many") == 2
-    line = capsys.readouterr().err
-    assert line.startswith("labo: part_size=many: sentences of each part by word frequency")
-    assert len(line.splitlines()) == 1
 
 
 def test_a_broken_run_is_named_and_the_others_are_analysed(tmp_path, capsys):
-    ls, labo = (image_run(tmp_path / name, method={"name": name}) for name in ("ls", "labo"))
+    ls, ours = (image_run(tmp_path / name, method={"name": name}) for name in ("ls", "labo"))
     torn = image_run(tmp_path / "torn", method={"name": "base"})
     (torn / "results.json").write_text('{"test": 3}')
     spoilt = image_run(tmp_path / "spoilt", method={"name": "kd"})
     (spoilt / "records" / "test.jsonl").write_text('{"label": 3}\n')
-    with (labo / "metrics.jsonl").open("ab") as file:
+    with (ours / "metrics.jsonl").open("ab") as file:
         file.write(b"\xff\n{}\n")
-    assert analyze(torn, ls, spoilt, tmp_path / "gone", labo) == 0
-    printed = capsys.readouterr().out
+    status, printed, _ = labo(capsys, "analyze", torn, ls, spoilt, tmp_path / "gone", ours)
+    assert status == 0
     assert "| labo - ls |" in printed
     for reason in (
         f"{torn} is broken: {torn / 'results.json'}: test: should be a valid dictionary, got 3",
@@ -416,4 +391,4 @@ def test_a_broken_run_is_named_and_the_others_are_analysed(tmp_path, capsys):
         f"{tmp_path / 'gone'} is not a run: it has no recipe.yaml",
     ):
         assert printed.count(f"note: left out: {reason}\n") == 1
-    assert f"note: labo: {labo / 'metrics.jsonl'}: line 3, 4 left out" in printed
+    assert f"note: labo: {ours / 'metrics.jsonl'}: line 3, 4 left out" in printed

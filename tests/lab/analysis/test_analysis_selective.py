@@ -1,4 +1,7 @@
-"""Risk and coverage, normalised logits, and intervals."""
+"""Views: the reliability diagram, risk and coverage, normalised logits, and intervals.
+
+The measures of calibration themselves: tests/core/calibration.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 from analysis_runs import drawn_images
 from labo.lab.analysis import selective
 from labo.lab.analysis.significance import wilson
-from labo.lab.analysis.views import underconfidence_interval
+from labo.lab.analysis.views import underconfidence_interval, view
 
 levels = st.sampled_from([0.1, 0.3, 0.5, 0.9, 1.0])
 samples = st.lists(st.tuples(levels, st.booleans()), min_size=1, max_size=40)
@@ -93,6 +96,32 @@ def test_a_temperature_does_not_change_the_normalised_logit():
 def test_no_norm_is_chosen_where_none_ranks_better():
     log_p, labels = np.log(drawn_images(50, 4)[0]), np.ones(50, dtype=bool)
     assert selective.choose_norm(log_p, labels) is None
+
+
+# ------------------------------------------------------------------ views
+
+
+def test_the_diagram_has_15_bins_and_no_mean_where_one_is_empty():
+    shown = view(np.array([0.35, 0.375, 0.4, 1.0]), np.array([True, False, True, False]))
+    count, confidence, accuracy = (
+        dict(enumerate(shown["reliability"][key])) for key in ("count", "confidence", "accuracy")
+    )
+    empty = dict.fromkeys(set(range(15)) - {5, 6, 14})
+    assert count == {**dict.fromkeys(empty, 0), 5: 2, 6: 1, 14: 1}
+    assert confidence == {**empty, 5: pytest.approx(0.3625), 6: pytest.approx(0.4), 14: 1.0}
+    assert accuracy == {**empty, 5: 0.5, 6: 1.0, 14: 0.0}
+    assert shown["ece"] == pytest.approx((2 * 0.1375 + 0.6 + 1.0) / 4)
+
+
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("confidence", [0.0, 0.4, 1.0])
+def test_a_single_record(confidence, right):
+    shown = view(np.array([confidence]), np.array([right]))
+    assert shown["ece"] == abs(right - confidence)
+    assert shown["underconfidence"] == right - confidence
+    assert shown["confidence_on_errors"] == (None if right else confidence)
+    assert shown["confidence_on_right"] == (confidence if right else None)
+    assert shown["nll"] is None
 
 
 # ------------------------------------------------------------------ intervals

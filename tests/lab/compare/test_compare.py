@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 
 import lab_runs
+from command import labo
 from labo import cli
 from labo.lab.analysis.collection import claim_folder, runs_in
 from labo.lab.compare import execute, setup
@@ -100,11 +101,9 @@ def test_a_killed_run_is_shown_and_then_continued(tmp_path, launcher):
 
 def test_a_failing_run_does_not_stop_the_others(tmp_path, launcher, capsys):
     arguments = ["digits", "train.max_steps=3", "--methods", "kd,base,ls", "--seeds", "1"]
-    arguments += ["--grid", "optim.lr=1e30,0.05", "--jobs", "1", "--out", str(tmp_path)]
-    with pytest.raises(SystemExit) as end:
-        cli.main(["compare", *arguments])
-    assert end.value.code == 1
-    said = capsys.readouterr()
+    arguments += ["--grid", "optim.lr=1e30,0.05", "--jobs", "1", "--out", tmp_path]
+    said = labo(capsys, "compare", *arguments)
+    assert said.status == 1
     failed = sorted(said.err.splitlines())
     assert len(failed) == 3
     assert failed[0].startswith("labo: failed: base-optim.lr1e30-s0: stopped")
@@ -280,7 +279,7 @@ def test_the_seeds_of_a_comparison_may_begin_anywhere(tmp_path):
     assert comparison.grow()
     assert named(comparison)[2:] == ["labo-tau1.2-s101", "labo-tau1.2-s102"]
     assert [run.recipe.seed for run in comparison.runs] == [100, 100, 101, 102]
-    with pytest.raises(RequestError, match="--first-seed -1: a seed is 0 or more"):
+    with pytest.raises(RequestError, match="--first-seed: should be greater than or equal"):
         tiny(tmp_path, ["labo"], first_seed=-1)
 
 
@@ -367,11 +366,8 @@ def test_an_extension_has_bounds(tmp_path):
 
 
 def lines_of(capsys: Any, *arguments: object) -> list[str]:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["compare", "digits", *TINY, *map(str, arguments), "--plan"])
-    assert not end.value.code
-    said = capsys.readouterr()
-    assert said.err == ""
+    said = labo(capsys, "compare", "digits", *TINY, *arguments, "--plan")
+    assert (said.status, said.err) == (0, "")
     return said.out.splitlines()
 
 
@@ -538,7 +534,7 @@ GRID = ("digits", "--grid", "labo.tau=1.1,1.2")
         (["digits", "--methods", "labo:tau"], "write NAME:HYPER=VALUE"),
         (["digits", "--methods", "ls,kd"], "kd learns from another run: add base"),
         (["digits", "--methods", "kd", "--teacher", "nowhere"], "nowhere is no run"),
-        (["digits", "--seeds", "0"], "--seeds 0: at least one seed"),
+        (["digits", "--seeds", "0"], "--seeds: should be greater than or equal to 1, got 0"),
         (["digits", "--jobs", "0"], "--jobs: should be greater than or equal to 1, got 0"),
         (["digits", "--address", "auto"], "--address is that of a Ray cluster: add --engine ray"),
         (["digits", "--engine", "ray", "--jobs", "2"], "--jobs: Ray runs as many at once as"),
@@ -565,21 +561,17 @@ def test_a_wrong_request_is_one_line_and_starts_nothing(
     arguments, line, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as end:
-        cli.main(["compare", *arguments])
-    assert end.value.code == 2
-    (said,) = capsys.readouterr().err.splitlines()
+    ended = labo(capsys, "compare", *arguments)
+    assert ended.status == 2
+    (said,) = ended.err.splitlines()
     assert line in said or re.search(line, said)
     assert not list(tmp_path.rglob("recipe.yaml"))
 
 
 def test_the_command_that_installs_ray_is_named(monkeypatch, capsys):
     monkeypatch.setattr(setup, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as end:
-        cli.main(["compare", "digits", "--engine", "ray"])
-    assert end.value.code == 2
-    said = capsys.readouterr().err
-    assert said == "labo: --engine ray needs Ray: pip install 'torch-labo[ray]'\n"
+    ended = labo(capsys, "compare", "digits", "--engine", "ray")
+    assert ended == (2, "", "labo: --engine ray needs Ray: pip install 'torch-labo[ray]'\n")
 
 
 def test_the_folder_of_a_comparison_stands_for_its_scored_runs(tmp_path):

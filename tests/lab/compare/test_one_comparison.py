@@ -6,23 +6,14 @@ import re
 from typing import Any
 
 import numpy as np
-import pytest
 import sacrebleu
 
 from analysis_runs import sentence, write_lines
-from labo import cli
+from command import labo
 from labo.lab.analysis.collection import claim_folder
 from labo.lab.analysis.significance import paired_bootstrap, paired_difference
 from labo.lab.reproduce.command import plan
 from labo.lab.translation.bleu import bootstrap_bleu
-
-
-def run_command(capsys: Any, *arguments: object) -> str:
-    with pytest.raises(SystemExit) as end:
-        cli.main([str(argument) for argument in arguments])
-    printed = capsys.readouterr()
-    assert end.value.code in (0, None), printed.err
-    return printed.out
 
 
 def shown(difference: dict[str, Any], p_bootstrap: float) -> str:
@@ -69,12 +60,14 @@ def test_differences_of_translations(tmp_path, capsys):
     compare = ["cldr", *settings, "--methods", "base,ls,labo:warmup_steps=200"]
     compare += ["--grid", "labo.tau=1.15,1.25", "--out", str(comparison.out)]
     page = tmp_path / "report.html"
-    printed = {
-        "compare": run_command(capsys, "compare", *compare, "--seeds", 2),
-        "analyze": run_command(capsys, "analyze", *runs),
-        "report": run_command(capsys, "report", *runs, "-o", page),
-        "reproduce": run_command(capsys, "reproduce", "table2", "--seeds", 2, "--out", tmp_path),
+    ended_of = {
+        "compare": labo(capsys, "compare", *compare, "--seeds", 2),
+        "analyze": labo(capsys, "analyze", *runs),
+        "report": labo(capsys, "report", *runs, "-o", page),
+        "reproduce": labo(capsys, "reproduce", "table2", "--seeds", 2, "--out", tmp_path),
     }
+    assert [ended.status for ended in ended_of.values()] == [0] * 4
+    printed = {command: ended.out for command, ended in ended_of.items()}
     text = re.sub("<[^>]*>", " ", page.read_text(encoding="utf-8"))
     printed["report"] = text.replace("−", "-").replace("\N{NO-BREAK SPACE}", " ")
     drawn = {key: bootstrap_bleu(lines, TEXTS) for key, lines in outputs.items()}

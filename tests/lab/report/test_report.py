@@ -17,7 +17,8 @@ import pytest
 import torch
 import yaml
 
-from labo import cli, smoothing
+from command import labo
+from labo import smoothing
 from labo.lab.analysis.groups import Difference, Member
 from labo.lab.analysis.reading import read_run
 from labo.lab.analysis.run import load_analysis, write_analysis
@@ -294,18 +295,17 @@ def test_under_confidence_is_said_plainly(page):
 
 def test_the_ranking_is_shown_before_and_after_logit_normalisation(runs):
     for group in make_groups([Member(read_run(p), load_analysis(p)) for p in runs]):
-        table = confidence_table(group, find_report(group.task).views)
-        row = next(row for row in table.rows if row.label.startswith("labo"))
-        columns = {column.key for column in table.columns}
-        splits = [load_analysis(p)["splits"]["test"] for p in runs if "labo" in p.name]
-        splits = [s for s in splits if find_report(group.task).views[0] in s["views"]]
-        first = find_report(group.task).views[0]
-        areas = [s["views"][first]["selective"]["aurc"] for s in splits]
+        views = find_report(group.task).views
+        table = confidence_table(group, views)
+        row = next(row for row in table.rows if row.label == "labo")
+        splits = [member.split("test") for member in group.first("labo").runs]
+        areas = [split["views"][views[0]]["selective"]["aurc"] for split in splits]
         assert row.cells["aurc"].value == pytest.approx(np.mean(areas))
-        if group.task == "image_classification":
-            areas = [s["logit_norm"]["aurc"] for s in splits]
-            assert row.cells["aurc_normalised"].value == pytest.approx(np.mean(areas))
+        columns = {column.key for column in table.columns}
         assert ("aurc_normalised" in columns) == (group.task == "image_classification")
+        if "aurc_normalised" in columns:
+            areas = [split["logit_norm"]["aurc"] for split in splits]
+            assert row.cells["aurc_normalised"].value == pytest.approx(np.mean(areas))
 
 
 def test_the_sentences_are_all_there_with_every_run(page, runs):
@@ -388,10 +388,9 @@ def test_every_run_of_a_folder_is_shown_or_listed(tmp_path, capsys):
     write_run(folder / "base-s0", BASE, finished=False)
     half = write_run(tmp_path / "half", LS, 7, finished=False)
     out = tmp_path / "report.html"
-    with pytest.raises(SystemExit) as end:
-        cli.main(["report", str(folder), str(half), "--out", str(out)])
-    assert not end.value.code
-    printed, page = capsys.readouterr().out, Page(out.read_text(encoding="utf-8")).text
+    status, printed, _ = labo(capsys, "report", folder, half, "--out", out)
+    assert status == 0
+    page = Page(out.read_text(encoding="utf-8")).text
     assert f"{out} is written" in printed
     assert f"{half} is unfinished at step 20" in printed
     assert "4 of 6 runs are missing from this page" in page
@@ -419,10 +418,9 @@ def test_broken_half_done_and_missing_runs_are_listed(tmp_path):
 
 
 def test_nothing_usable_is_a_wrong_request(tmp_path, capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.main(["report", str(tmp_path / "nowhere"), "-o", str(tmp_path / "r.html")])
-    assert end.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    ended = labo(capsys, "report", tmp_path / "nowhere", "-o", tmp_path / "r.html")
+    assert ended.status == 2
+    (line,) = ended.err.splitlines()
     assert re.match(r"labo: nothing to report: .*nowhere is not a run", line)
     assert not (tmp_path / "r.html").exists()
     run = write_run(tmp_path / "run", LS, records=False)

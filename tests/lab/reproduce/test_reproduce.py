@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from analysis_runs import sentence, write_lines
+from command import Ended, labo
 from labo import cli
 from labo.lab.analysis.collection import claim_folder
 from labo.lab.compare.setup import Setup
@@ -38,33 +39,14 @@ def test_numbers_of_the_paper():
     ]
     assert paper.BILINGUAL["labo"][3] == (40.3, 0.05)
     assert paper.MULTILINGUAL == {"base": (26.9, 35.4), "ls": (28.0, 36.8), "labo": (28.4, 37.2)}
-    accuracies = {method: [score for score, _ in row] for method, row in paper.CIFAR.items()}
-    assert accuracies == {
-        "base": [67.98, 76.92, 90.55, 94.82],
-        "kd": [70.99, 77.78, 91.52, 95.28],
-        "ls": [68.69, 77.67, 90.82, 95.02],
-        "cs-kd": [70.36, 77.95, 91.17, 94.90],
-        "tf-reg": [70.08, 77.91, 90.97, 95.05],
-        "beta-ls": [70.45, 77.83, 90.89, 94.87],
-        "kr-ls": [70.12, 77.82, 90.67, 94.76],
-        "labo": [71.05, 78.10, 91.53, 95.21],
-    }
     assert [time for _, time in paper.CIFAR["kd"]] == [3.7, 3.8, 3.7, 3.9]
-    resnets = {method: [score for score, _ in row] for method, row in paper.IMAGENET.items()}
-    assert resnets == {
-        "base": [75.81, 77.92],
-        "ls": [76.17, 78.33],
-        "tf-reg": [76.21, 78.12],
-        "beta-ls": [76.13, 78.56],
-        "kr-ls": [76.32, 78.48],
-        "labo": [76.55, 78.62],
-    }
     assert paper.FREQUENCY["valid"] == {"ls": (40.3, 35.2, 33.1), "labo": (40.7, 35.8, 33.8)}
     assert paper.FREQUENCY["test"] == {"ls": (38.4, 33.5, 32.1), "labo": (39.0, 34.3, 32.7)}
 
 
 @pytest.mark.parametrize("recipe", ["cifar10", "cifar100", "imagenet"])
 def test_the_recipes_quote_the_same_numbers(recipe):
+    """All accuracies of images, typed once more in the recipes."""
     text = (Path(cli.__file__).parent / "recipes" / f"{recipe}.yaml").read_text()
     text = " ".join(line.lstrip("# ") for line in text.splitlines())
     printed, first = (
@@ -91,11 +73,8 @@ def test_a_dry_run_is_a_table_with_totals_and_the_missing_data_once(
     name, count, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as end:
-        cli.main(["reproduce", name, "--scale", "paper", "--dry-run", "--data", "where"])
-    assert not end.value.code
-    found = capsys.readouterr()
-    assert found.err == ""
+    found = labo(capsys, "reproduce", name, "--scale", "paper", "--dry-run", "--data", "where")
+    assert (found.status, found.err) == (0, "")
     lines = found.out.splitlines()
     at = lines.index(f"{count} runs in all")
     head, *groups = lines[:at]
@@ -177,10 +156,9 @@ def test_a_wrong_request_is_one_line_and_starts_nothing(
     arguments, line, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as end:
-        cli.main(["reproduce", *arguments])
-    assert end.value.code == 2
-    (said,) = capsys.readouterr().err.splitlines()
+    ended = labo(capsys, "reproduce", *arguments)
+    assert ended.status == 2
+    (said,) = ended.err.splitlines()
     assert line in said
     assert not list(tmp_path.iterdir())
 
@@ -209,7 +187,7 @@ def test_the_table_of_classifiers_has_ours_beside_the_papers(tmp_path, monkeypat
         return {"valid": {"accuracy": score}, "test": {"accuracy": score}}
 
     pretend(planned, results)
-    (table, _), failures = reproduce.reproduce("table3", planned)
+    (table, _), failures = reproduce.reproduce(planned)
     assert failures == []
     text = to_markdown(table)
     lines = {line.split("|")[1].strip(): line for line in text.splitlines() if "|" in line}
@@ -257,7 +235,7 @@ def made(name: str, out: Path) -> Any:
     for comparison in planned.all():
         for run in comparison.runs:
             translated(run)
-    reproduce.reproduce(name, planned)
+    reproduce.reproduce(planned)
     return json.loads((out / f"{name}.json").read_text())
 
 
@@ -302,26 +280,24 @@ def test_an_exhibit_of_finished_runs_trains_nothing(tmp_path, capsys):
     made("table4", tmp_path / "runs")
     trained = next((tmp_path / "runs").glob("cldr*"))
 
-    def remade(name: str, *options: str) -> int:
-        out = str(tmp_path / "again")
-        with pytest.raises(SystemExit) as end:
-            cli.main(["reproduce", name, *options, "--out", out])
-        return int(end.value.code or 0)
+    def remade(name: str, *options: str) -> Ended:
+        return labo(capsys, "reproduce", name, *options, "--out", tmp_path / "again")
 
-    labo = trained / "labo-warmup_steps200-tau1.15-s0"
-    one = ["--runs", str(trained / "ls-s0"), "--runs", str(labo)]
-    assert remade("table4", *one) == 0
-    said = capsys.readouterr().out
+    ours = trained / "labo-warmup_steps200-tau1.15-s0"
+    one = ["--runs", str(trained / "ls-s0"), "--runs", str(ours)]
+    status, said, _ = remade("table4", *one)
+    assert status == 0
     assert "[32.70]" in said
-    assert f"ours: {labo.name} (x)" in said
+    assert f"ours: {ours.name} (x)" in said
     assert "the paper's: iwslt14-de-en" in said
-    ours, before = (
+    now, before = (
         json.loads((tmp_path / folder / "table4.json").read_text())["rows"]
         for folder in ("again", "runs")
     )
-    assert ours == before
-    assert remade("figure2", *one) == 0
-    assert "0.93 [0.90]" in capsys.readouterr().out
+    assert now == before
+    status, said, _ = remade("figure2", *one)
+    assert status == 0
+    assert "0.93 [0.90]" in said
     assert (tmp_path / "again" / "figure2.pdf").is_file()
     for wrong, options in {
         "table1 has several columns of runs; try table2, table4": ["table1", *one],
@@ -331,8 +307,9 @@ def test_an_exhibit_of_finished_runs_trains_nothing(tmp_path, capsys):
         "table4 needs scored runs of labo with one setting; found: none": ["table4", *one[:2]],
         "KEY=VALUE, --data, --seeds are for new": ["table4", *one, "--seeds", "1"],
     }.items():
-        assert remade(*options) == 2
-        assert wrong in capsys.readouterr().err
+        ended = remade(*options)
+        assert ended.status == 2
+        assert wrong in ended.err
 
 
 def test_figure_of_one_label(tmp_path):
@@ -358,7 +335,7 @@ def test_figure_of_probabilities(tmp_path):
 def test_a_demo_from_the_first_run_to_the_table(tmp_path, monkeypatch):
     Launcher.install(monkeypatch)
     planned = plan("imagenet", "demo", out=tmp_path, seeds=1, overrides=["train.max_steps=2"])
-    (table, _), failures = reproduce.reproduce("imagenet", planned, Setup(jobs=2))
+    (table, _), failures = reproduce.reproduce(planned, Setup(jobs=2))
     text = to_markdown(table)
     assert failures == []
     assert "[76.55]" in text

@@ -1,7 +1,7 @@
 """From the records of runs to small JSON documents, and the comparison of runs.
 
-``selective``, ``significance``, ``labels`` and ``training`` have pure functions on
-numpy arrays; the measures of calibration are those of :mod:`labo.calibration`. ``reading`` reads
-run directories. ``task`` is the protocol of what a task adds. ``groups`` compares runs, and ``run``
-makes the documents. torch is imported where something is computed with it, not before.
+``views``, ``selective``, ``significance`` and ``labels`` have pure functions on numpy arrays; the
+measures of calibration are those of :mod:`labo.calibration`. ``reading`` reads run directories.
+``task`` is the protocol of what a task adds. ``groups`` compares runs, and ``run`` makes the
+documents. torch is imported where something is computed with it, not before.
 """

@@ -273,12 +273,12 @@ def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     return metrics
 
 
-def newest_metrics(path: Path, size: int = 1 << 14) -> list[dict[str, Any]]:
-    """The last lines of a ``metrics.jsonl``; those that cannot be read are left out."""
+def newest_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines in the last bytes of a ``metrics.jsonl``; what cannot be read is left out."""
     if not path.exists():
         return []
     with path.open("rb") as file:
-        start = max(path.stat().st_size - size, 0)
+        start = max(path.stat().st_size - (1 << 14), 0)
         file.seek(start)
         lines = file.read().split(b"\n")
     metrics = []

@@ -51,8 +51,8 @@ def compare(
         jobs: how many runs at once; by default one per GPU, or one per core.
         setup: the engine, instead of ``jobs``.
         accept_data: continue although the data of some runs have changed.
-        **request: ``overrides``, ``grid``, ``select_seeds``, ``extend``, ``teacher`` and
-            ``first_seed``, as for :func:`labo.lab.compare.plan.plan`.
+        **request: ``overrides``, ``teacher`` and the further fields of a request, such as ``grid``,
+            as for :func:`labo.lab.compare.plan.plan`.
 
     Returns:
         The table, and the runs that failed, which it lacks.

@@ -98,7 +98,11 @@ def read_methods(names: Sequence[str]) -> list[MethodSpec]:
 
 
 def read_grid(texts: Iterable[str], variants: Sequence[MethodSpec], task: str) -> list[GridAxis]:
-    """The axes of a grid, each for the methods it is meant for."""
+    """The axes of a grid, each for the methods it is meant for.
+
+    ``tau=1.15,1.25`` is for the one method that has it, ``labo.tau=1.15,1.25`` names the method,
+    ``optim.lr=0.1,0.2`` is for all methods, ``optim.lr=0.01..1@6`` has six values.
+    """
     listed = list(dict.fromkeys(variant.method for variant in variants))
     axes = []
     for text in texts:

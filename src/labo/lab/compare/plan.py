@@ -18,12 +18,14 @@ from typing import Any
 
 from ..analysis.reading import read_results, read_run
 from ..analysis.task import find_analysis
+from ..command_options import validated
 from ..config import Recipe
 from ..errors import RequestError
 from ..methods import hyper_parameters, method_name
 from ..recipes import load_recipe
 from ..run.directory import RunDirectory
 from .grid import GridAxis, MethodSpec, Place, read_grid, read_methods, shared
+from .setup import Request
 
 BASE = "base"  # what students learn from, and what times are relative to
 
@@ -93,22 +95,16 @@ _EXTENSIONS = 5  # values that are added to an axis, for each method
 
 @dataclass
 class Comparison:
-    """The runs of a table, seed by seed, so that methods take turns and their times compare.
-
-    What was asked for is explained by :func:`plan`.
-    """
+    """The runs of a table, seed by seed, so that methods take turns and their times compare."""
 
     recipe: str
     plain: Recipe  # the recipe with the overrides
     overrides: tuple[str, ...]
-    variants: Sequence[MethodSpec]
-    grid: Sequence[GridAxis]
+    request: Request  # what was asked for
+    variants: Sequence[MethodSpec]  # its rows
+    grid: Sequence[GridAxis]  # its axes
     out: Path
-    seeds: int
-    select_seeds: int
-    extend: bool = False
-    teacher: PlannedRun | str | None = None
-    first_seed: int = 0
+    teacher: PlannedRun | str | None = None  # of all students; else each has one of its seed
     # Those known so far; :meth:`grow` adds to them
     runs: list[PlannedRun] = field(default_factory=list)
     # Row -> its grid, with the values that were added
@@ -119,7 +115,7 @@ class Comparison:
     def __post_init__(self) -> None:
         for variant in self.variants:
             self.axes[variant.label] = [axis for axis in self.grid if axis.applies_to(variant)]
-        for seed, variant in itertools.product(self._seeds[: self.select_seeds], self.variants):
+        for seed, variant in itertools.product(self.selecting, self.variants):
             for place in self._places(variant):
                 self._add(variant, place, seed)
 
@@ -128,8 +124,18 @@ class Comparison:
         return Path(self.recipe).stem
 
     @property
+    def seeds(self) -> int:
+        """How many there are."""
+        return self.request.seeds
+
+    @property
     def _seeds(self) -> range:
-        return range(self.first_seed, self.first_seed + self.seeds)
+        return range(self.request.first_seed, self.request.first_seed + self.seeds)
+
+    @property
+    def selecting(self) -> range:
+        """The seeds that select a point of the grid."""
+        return self._seeds[: self.request.select_seeds]
 
     def _places(self, variant: MethodSpec) -> list[Place]:
         axes = self.axes[variant.label]
@@ -171,10 +177,10 @@ class Comparison:
             choice = self._choice(variant)
             if not choice.runs:
                 continue
-            place, seeds = choice.runs[0].place, self._seeds[self.select_seeds :]
+            place, seeds = choice.runs[0].place, self._seeds[len(self.selecting) :]
             places = [place]
-            if self.extend and self._extend(variant, place):
-                places, seeds = self._places(variant), self._seeds[: self.select_seeds]
+            if self.request.extend and self._extend(variant, place):
+                places, seeds = self._places(variant), self.selecting
             wanted += [(seed, variant, place) for seed in seeds for place in places]
         wanted.sort(key=lambda run: run[0])
         return sum(self._add(variant, place, seed) for seed, variant, place in wanted) > 0
@@ -190,7 +196,7 @@ class Comparison:
                 continue
             beyond = (*selected[:index], (axis, value), *selected[index + 1 :])
             try:
-                self._run(variant, beyond, self.first_seed)
+                self._run(variant, beyond, self.request.first_seed)
                 axes[index] = axis.extended(value)
             except RequestError as error:  # such as a share above 1
                 self.limits[variant.label] = str(error)
@@ -212,7 +218,7 @@ class Comparison:
                 of_point = scores.setdefault(run.point, [])
                 if (score := run.score()) is not None:
                     runs.setdefault(run.point, []).append(run)
-                    if run.seed in self._seeds[: self.select_seeds]:
+                    if run.seed in self.selecting:
                         of_point.append(score)
         if not any(scores.values()):
             return Choice("", (), {})
@@ -237,11 +243,8 @@ def plan(
     out: str | Path,
     *,
     overrides: Iterable[str] = (),
-    grid: Iterable[str] = (),
-    select_seeds: int | None = None,
-    extend: bool = False,
     teacher: PlannedRun | str | None = None,
-    first_seed: int = 0,
+    **further: Any,
 ) -> Comparison:
     """Check a request as a whole and list its runs; nothing is started.
 
@@ -249,25 +252,17 @@ def plan(
         recipe: a recipe file or name.
         methods: the rows: names of ``METHODS``, each perhaps with hyper-parameters and keys of the
             recipe (``labo:tau=1.05:optim.lr=0.2``).
-        seeds: how many seeds, from ``first_seed``.
+        seeds: how many seeds.
         out: the folder of the run directories.
         overrides: ``key=value`` settings for all runs.
-        grid: hyper-parameters to select: ``tau=1.15,1.25`` for the one method that has it,
-            ``labo.tau=1.15,1.25`` to name the method, ``optim.lr=0.1,0.2`` for all methods,
-            ``optim.lr=0.01..1@6`` for six values with equal ratios.
-        select_seeds: how many of the seeds select a point of the grid; by default all.
-        extend: whether a grid grows until the selected value is not at its edge.
         teacher: a run that all methods with a teacher learn from, finished or planned; by default
             each learns from the base run of the same seed.
-        first_seed: the smallest seed.
+        **further: further fields of :class:`labo.lab.compare.setup.Request`, such as ``grid``.
 
     Raises:
         RequestError: something in the request is wrong, or does not fit what is in ``out``.
     """
-    if seeds < 1:
-        raise RequestError(f"--seeds {seeds}: at least one seed is needed")
-    if first_seed < 0:
-        raise RequestError(f"--first-seed {first_seed}: a seed is 0 or more")
+    request = validated(Request, {"methods": methods, "seeds": seeds, **further})
     overrides = tuple(overrides)
     for text in overrides:
         key, _, value = text.partition("=")
@@ -277,32 +272,21 @@ def plan(
         if section in ("method", "seed"):
             raise RequestError(f"{text}: methods and seeds are chosen by --methods and --seeds")
     plain = load_recipe(recipe, overrides)
-    variants = read_methods(methods)
-    axes = read_grid(grid, variants, plain.task)
-    if select_seeds is not None and not axes:
+    variants = read_methods(request.methods)
+    axes = read_grid(request.grid, variants, plain.task)
+    selecting = request.select_seeds
+    if selecting is not None and not axes:
         raise RequestError("--select-seeds: there is nothing to select without --grid")
-    if select_seeds is not None and not 1 <= select_seeds <= seeds:
-        raise RequestError(f"--select-seeds {select_seeds}: must be from 1 to --seeds {seeds}")
-    if extend and not axes:
+    if selecting is not None and not 1 <= selecting <= seeds:
+        raise RequestError(f"--select-seeds {selecting}: must be from 1 to --seeds {seeds}")
+    if request.extend and not axes:
         raise RequestError("--extend: there is nothing to extend without --grid")
-    for axis in axes if extend else ():
+    for axis in axes if request.extend else ():
         if len(axis.numbers) < 2:
             raise RequestError(f"--extend: {axis.key} needs two values or more, all numbers")
     if isinstance(teacher, str):
         RunDirectory(teacher).facts()  # whether it is one
-    return Comparison(
-        recipe,
-        plain,
-        overrides,
-        variants,
-        axes,
-        Path(out),
-        seeds,
-        select_seeds or seeds,
-        extend,
-        teacher,
-        first_seed,
-    )
+    return Comparison(recipe, plain, overrides, request, variants, axes, Path(out), teacher)
 
 
 def _cure(methods: Sequence[str], hyper: str, value: str, task: str) -> str:

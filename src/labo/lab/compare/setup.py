@@ -1,4 +1,4 @@
-"""How the runs of a comparison are carried out: the options of the engine. No torch is needed."""
+"""The options of ``labo compare``: what is compared, and where it is at work; without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from ..config import Section
+from ..command_options import Separated
+from ..config import Names, Section
 from ..errors import RequestError
 
 if TYPE_CHECKING:
@@ -18,6 +19,38 @@ if TYPE_CHECKING:
 
 _ANSWER_SECONDS = 5.0
 _option = partial(Field, json_schema_extra={"panel": "Where the runs are at work"})
+
+
+class Request(Section):
+    """What is compared."""
+
+    methods: Separated = Field(
+        ("base", "ls", "labo"),
+        description="Rows of the table, each with settings of its own, such as "
+        "base,ls,labo:tau=1.05:optim.lr=0.2. Default: base,ls,labo.",
+    )
+    seeds: int = Field(
+        3, ge=1, description="Runs per method. They use seeds 0, 1, 2, ... Default: 3."
+    )
+    first_seed: int = Field(0, ge=0, description="The smallest seed. Default: 0.")
+    grid: Names = Field(
+        (),
+        description="Values of a hyper-parameter, such as labo.tau=1.15,1.25, or with equal "
+        "ratios, such as optim.lr=0.01..1@6. The best one on the validation split is reported. "
+        "Can be repeated.",
+    )
+    select_seeds: int | None = Field(
+        None,
+        description="Seeds that select from the grid; only the selected values are run with the "
+        "others. Default: all.",
+    )
+    extend: bool = Field(
+        False, description="Add values to a grid while the best one is at its edge."
+    )
+    teacher: str | None = Field(
+        None,
+        description="Run directory of the teacher of kd. Default: base with the same seed.",
+    )
 
 
 class Setup(Section):

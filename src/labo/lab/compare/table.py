@@ -182,7 +182,7 @@ def _cost_notes(runs: Iterable[PlannedRun]) -> list[str]:
 
 def _selection(choice: Choice, metric: str, comparison: Comparison) -> str:
     """Which point of a grid was selected, from which, and whether the scores were tied."""
-    shown, seeds = [], comparison.select_seeds
+    shown, seeds = [], len(comparison.selecting)
     for point, scores in choice.scores.items():
         mean = f"{fmean(scores):.4f}" if scores else "no score"
         some = f" ({len(scores)} of {seeds} runs)" if 0 < len(scores) < seeds else ""

@@ -30,7 +30,7 @@ from matplotlib.patches import PathPatch
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Affine2D
 
-from .palette import COLOURS, DASHES, LIGHT, MARKERS, Style, light
+from .palette import COLOURS, DASHES, MARKERS, Style, light
 
 WIDTH = 360
 _HEIGHT = 240
@@ -200,7 +200,7 @@ def _for_page(drawing: Drawing, name: str) -> str:
     return re.sub(r"\s*(<[^>]+>)\s*", _tag, body)
 
 
-_COLOURS = {both[LIGHT]: f"var(--{name})" for name, both in COLOURS.items()}
+_COLOURS = {light(name): f"var(--{name})" for name in COLOURS}
 # What is replaced in a tag; a text between tags is the user's.
 _REPLACED: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r' clip-path="[^"]*"| transform="rotate\(-0 [^"]*"| font-family: [^;]*;|xlink:', ""),

@@ -11,9 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-LIGHT, DARK = 0, 1
-
-COLOURS: dict[str, tuple[str, str]] = {
+COLOURS: dict[str, tuple[str, str]] = {  # light and dark
     "page": ("#fdfdfc", "#16181b"),
     "raised": ("#f5f5f2", "#1e2125"),
     "text": ("#1c1e21", "#e4e6e8"),
@@ -77,7 +75,7 @@ def styles(names: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Style]:
 
 def light(name: str) -> str:
     """A colour as charts are drawn in it."""
-    return COLOURS[name][LIGHT]
+    return COLOURS[name][0]
 
 
 def variables() -> str:

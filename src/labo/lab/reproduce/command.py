@@ -134,7 +134,7 @@ EXPERIMENTS: dict[str, Experiment] = {
 class Plan:
     """The runs of an exhibit at a scale."""
 
-    exhibit: Exhibit  # what is reproduced
+    name: str  # of ``EXHIBITS``: what is reproduced
     scale: str  # one of ``SCALES``
     out: Path  # the folder of all runs
     # Experiment -> its runs; in the demo several may share one
@@ -197,7 +197,7 @@ def plan(
             teacher=learned_from,
         )
     missing = () if scale == "demo" else _missing(exhibit, folders)
-    return Plan(exhibit, scale, out, comparisons, teachers, folders, missing, overrides)
+    return Plan(name, scale, out, comparisons, teachers, folders, missing, overrides)
 
 
 def _exhibit(name: str) -> Exhibit:
@@ -291,9 +291,7 @@ def require(plan: Plan) -> None:
 # ------------------------------------------------------------------ carrying it out
 
 
-def reproduce(
-    name: str, plan: Plan, setup: Setup | None = None
-) -> tuple[list[Table], list[Failure]]:
+def reproduce(plan: Plan, setup: Setup | None = None) -> tuple[list[Table], list[Failure]]:
     """Train the missing runs, and write the tables, and the figure if the exhibit is one.
 
     Returned are the exhibit (``NAME.md`` and so on) and the differences between methods, if there
@@ -309,7 +307,8 @@ def reproduce(
     )
     by_hand = [f"set by hand, for all runs: {' '.join(plan.overrides)}"] if plan.overrides else []
     groups = {folder.name: groups for folder, (_, groups) in compared.items()}
-    return _written(name, trained, groups, [*_scale_notes(plan), *by_hand], plan.out), failures
+    notes = [*_scale_notes(plan), *by_hand]
+    return _written(plan.name, trained, groups, notes, plan.out), failures
 
 
 def of_runs(name: str, paths: Iterable[str | Path], out: str | Path | None = None) -> list[Table]:
