@@ -17,8 +17,13 @@ class Ended(NamedTuple):
     err: str
 
 
-def labo(capsys: Any, *arguments: object) -> Ended:
-    """Run a command to its end."""
+def status(*arguments: object) -> int:
+    """Run a command to its end; its exit status."""
     with pytest.raises(SystemExit) as end:
         cli.main([str(argument) for argument in arguments])
-    return Ended(end.value.code, *capsys.readouterr())
+    return int(end.value.code or 0)
+
+
+def labo(capsys: Any, *arguments: object) -> Ended:
+    """Run a command to its end."""
+    return Ended(status(*arguments), *capsys.readouterr())

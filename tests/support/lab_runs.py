@@ -172,17 +172,6 @@ def run(
     return {child.exitcode or 0 for child in children}
 
 
-def status(*arguments: object) -> int:
-    """``labo ARGUMENTS`` in this process; its exit code."""
-    from labo import cli
-
-    try:
-        cli.main([str(argument) for argument in arguments])
-    except SystemExit as end:
-        return int(end.code or 0)
-    raise AssertionError("labo has not ended")
-
-
 def train(out: Path, settings: list[str], world: int = 1, kill: Kill | None = None) -> set[int]:
     """``labo train digits SETTINGS --out OUT``; what it prints is in ``log_of(out)``."""
     return run(["train", "digits", *settings, "--out", str(out)], log_of(out), world, kill)

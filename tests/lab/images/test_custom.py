@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lab_runs import status
+from command import status
 from labo.lab.custom import function_version, trust
 from labo.lab.errors import RequestError
 from labo.lab.evaluate import evaluate_run

@@ -8,7 +8,7 @@ import onnxruntime
 import pytest
 import torch
 
-from lab_runs import status
+from command import status
 from labo.lab.calibrate import calibrate_run
 from labo.lab.images.predict import Predictor
 from labo.lab.images.sources import load_images

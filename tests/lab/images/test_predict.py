@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from lab_runs import status
+from command import status
 from labo.lab.calibrate import calibrate_run
 from labo.lab.errors import RequestError
 from labo.lab.evaluate import evaluate_run
