@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import lab_runs
+from command import status
 from labo.lab.average import average_models
 from labo.lab.errors import RequestError
 from labo.lab.run.checkpoint import KeptModel
@@ -49,7 +50,7 @@ def test_of_equal_scores_the_lower_nll_is_better_then_the_later_step():
 
 
 def test_the_average_is_a_model(finished, tmp_path, capsys):
-    assert lab_runs.status("average", finished, "--best", 2, "--out", tmp_path / "mean") == 0
+    assert status("average", finished, "--best", 2, "--out", tmp_path / "mean") == 0
     listed = json.loads((finished / "kept" / "models.json").read_text())["models"]
     best = ranked([KeptModel(**model) for model in listed], True)[:2]
     one, other = (
