@@ -53,6 +53,7 @@ from labo.lab.analysis.run import load_analysis
 from labo.lab.analysis.significance import paired_difference
 from labo.lab.analysis.task import find_analysis
 from labo.lab.config import flat
+from labo.lab.errors import LabError
 from labo.lab.report import palette
 from labo.lab.report.charts import Axis, Line, line_chart, sheet
 from labo.lab.report.gather import ReportGroup, make_groups
@@ -956,13 +957,16 @@ def main(arguments: Iterable[str] | None = None) -> None:
     chosen = parser.parse_args(None if arguments is None else list(arguments))
     if (chosen.add or chosen.decode) and chosen.name is None:
         parser.error("--add and --decode need --as NAME")
-    if chosen.add:
-        print(add(chosen.add, chosen.name, selection=chosen.selection, recipe=chosen.recipe))
-    if chosen.decode:
-        points = chosen.penalties, chosen.beams
-        if not any(points):
-            parser.error("--decode needs --penalties or --beams")
-        print(decode(chosen.decode, chosen.name, chosen.split, *points))
+    points = chosen.penalties, chosen.beams
+    if chosen.decode and not any(points):
+        parser.error("--decode needs --penalties or --beams")
+    try:
+        if chosen.add:
+            print(add(chosen.add, chosen.name, selection=chosen.selection, recipe=chosen.recipe))
+        if chosen.decode:
+            print(decode(chosen.decode, chosen.name, chosen.split, *points))
+    except LabError as error:
+        parser.error(str(error))
     rebuild()
 
 
