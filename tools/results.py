@@ -22,12 +22,12 @@ docs/results.md and docs/why.md::
 them, ``table`` the methods of one with their differences to LS, ``among`` some of its methods at
 their best settings with their differences to the first one, ``verdict`` these in a line each,
 ``settings`` what was selected for each method, ``selection`` the validation scores of a grid,
-``decoding`` the scores by length penalty and beam. ``frequency`` and ``confidence`` are Table 4 and
-Figure 2 of the paper with the numbers of a study, and ``histogram`` is the picture. ``curves``,
-``rates`` and ``budget`` show what ``tools/label_weight.py`` has measured: a picture of the
-training, and tables of learning rates and of budgets. Differences, intervals and p-values are those
-of :mod:`labo.lab.analysis.groups`. A test compares the pages with :func:`page`. Rebuilding needs no
-torch.
+``decoding`` the scores by length penalty and beam, ``tuned`` those at what validation selects from
+them. ``frequency`` and ``confidence`` are Table 4 and Figure 2 of the paper with the numbers of a
+study, and ``histogram`` is the picture. ``curves``, ``rates`` and ``budget`` show what
+``tools/label_weight.py`` has measured: a picture of the training, and tables of learning rates and
+of budgets. Differences, intervals and p-values are those of :mod:`labo.lab.analysis.groups`. A test
+compares the pages with :func:`page`. Rebuilding needs no torch.
 """
 
 from __future__ import annotations
@@ -683,15 +683,20 @@ def selection(name: str) -> str:
     return _markdown(["method", "setting", "runs", f"validation {column.heading}"], rows)
 
 
-def decoding(name: str) -> str:
-    """Means over seeds by split, length penalty and beam; the best BLEU of each method is bold."""
+def _decoded(name: str) -> dict[tuple[str, str], dict[tuple[str, str], list[Record]]]:
+    """(split, method) -> (length penalty, beam) -> the rows of ``results/NAME-decoding.csv``."""
     points: dict[tuple[str, str], dict[tuple[str, str], list[Record]]] = {}
     for record in read(RESULTS / f"{name}-decoding.csv"):
         block = points.setdefault((record["split"], record["method"]), {})
         block.setdefault((record["length_penalty"], record["beam"]), []).append(record)
+    return points
+
+
+def decoding(name: str) -> str:
+    """Means over seeds by split, length penalty and beam; the best BLEU of each method is bold."""
     head = ["split", "method", "length penalty", "beam", "seeds", "BLEU", "chrF", "length ratio"]
     rows = []
-    for (split, method), block in points.items():
+    for (split, method), block in _decoded(name).items():
         best = max(_mean_of(records, "bleu")[0] for records in block.values())
         for (penalty, beam), records in block.items():
             bleu, chrf, length, words = (
@@ -701,6 +706,23 @@ def decoding(name: str) -> str:
             row.append(f"**{bleu:.2f}**" if bleu == best else f"{bleu:.2f}")
             rows.append([*row, f"{chrf:.2f}", f"{length:.3f}", f"{words:.3f}"])
     return _markdown([*head, "in words"], rows)
+
+
+def tuned(name: str) -> str:
+    """Each method on the test split, decoded as the validation split selects for it."""
+    points, rows = _decoded(name), []
+    scores: dict[str, dict[int, float]] = {}
+    for method in sorted({method for _, method in points}, key="ls".__ne__):  # ls first
+        valid, test = points["valid", method], points["test", method]
+        penalty, beam = max(valid, key=lambda point: _mean_of(valid[point], "bleu")[0])
+        records = test[penalty, beam]
+        scores[method] = {int(record["seed"]): float(record["bleu"]) for record in records}
+        theirs = scores.get("ls", {})
+        paired = [ours - theirs[seed] for seed, ours in scores[method].items() if seed in theirs]
+        difference = _spread(paired, "+") if paired and method != "ls" else "-"
+        row = [f"`{method}`", f"{float(penalty):g}", beam, str(len(records))]
+        rows.append([*row, _spread(scores[method].values()), difference])
+    return _markdown(["method", "length penalty", "beam", "seeds", "test BLEU", "Δ ls"], rows)
 
 
 # ------------------------------------------------------------------ by word frequency
@@ -891,6 +913,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "among": among,
     "verdict": verdict,
     "decoding": decoding,
+    "tuned": tuned,
     "frequency": frequency,
     "confidence": confidence,
     "rates": rates,

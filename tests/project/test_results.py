@@ -143,6 +143,12 @@ def test_runs_are_decoded_again_with_other_penalties_and_beams(study, tmp_path, 
     table = results.decoding("cldr").splitlines()
     assert len(table) == 2 + 8
     assert "| valid | `ls` | 3 | 5 | 1 |" in "".join(table)
+    best = max(
+        results.read(results.RESULTS / "cldr-decoding.csv"),
+        key=lambda row: (row["split"] == "valid", float(row["bleu"])),
+    )
+    point = f"{float(best['length_penalty']):g} | {best['beam']}"
+    assert results.tuned("cldr").splitlines()[2].startswith(f"| `ls` | {point} | 1 | ")
     assert "*No runs yet: `results/digits-decoding.csv`.*" in results.PAGES[0].read_text()
     with pytest.raises(SystemExit):
         results.main(asked)
